@@ -1,0 +1,76 @@
+"""What the run-time path works with: a frozen record that the transforms build, and the one place it is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_OFF: AbstractContextManager[Any] = nullcontext()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Autocast, switched off."""
+    return _OFF
+
+
+def keep_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, as they are."""
+    return args, kwargs
+
+
+def ignore(_: bool) -> None:
+    """Gradient synchronisation, where there is none to switch."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a call and a step need. Every field but the first three is a null object until a transform fills it.
+
+    `forward` is what a call runs in place of the module (a DDP wrapper); None means the module itself. `autocast` opens a
+    region in the plan's precision. `scaler` is disabled unless the precision is float16. `on_inputs` sees the arguments of
+    each call once they are on the device. `sync_gradients(False)` holds the ranks' exchange of gradients back.
+    """
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    forward: nn.Module | None = None
+    autocast: Callable[[], AbstractContextManager[Any]] = no_autocast
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    on_inputs: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = keep_inputs
+    sync_gradients: Callable[[bool], None] = ignore
+
+
+class Live:
+    """The parts that hold now, shared by a wrapped model and its step.
+
+    Parts are frozen; what changes at run time (a move to another device, a choice taken back) swaps the whole record here,
+    so that a call reads one consistent set. `in_step` is True while a step runs: calls then keep their gradients.
+    """
+
+    __slots__ = ("__weakref__", "exact", "in_step", "inference", "parts", "plan", "recover")
+
+    def __init__(self, parts: Parts, *, plan: Any = None, inference: str = "no_grad", exact: bool = False) -> None:
+        self.parts = parts
+        self.plan = plan
+        self.inference = inference
+        self.exact = exact
+        self.in_step = False
+        # Called with the error of a failed call; returns whether an automatic choice was taken back, so that the call is
+        # worth a second try.
+        self.recover: Callable[[Exception], bool] = _no_recovery
+
+
+def _no_recovery(_: Exception) -> bool:
+    return False
+
+
+def live_of(model: Any) -> Live | None:
+    """The live parts of a wrapped model, or None for anything else."""
+    return model._self_live if isinstance(model, nn.Module) and hasattr(model, "_self_live") else None

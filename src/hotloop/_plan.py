@@ -1,0 +1,84 @@
+"""The decisions that `optimize` took, in a form to print, to show in a notebook and to read by a program."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hotloop._parts import Parts
+
+
+def _unchanged(parts: Parts) -> Parts:
+    return parts
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice: what was chosen, why, and the change that it makes. `apply` is what ran, so the report cannot drift."""
+
+    name: str
+    choice: str
+    why: str
+    apply: Callable[[Parts], Parts] = _unchanged
+    revert: Callable[[Parts], Parts] = _unchanged
+
+
+class Plan:
+    """What `optimize` switched on, what it left off, and why.
+
+    `print(step.plan)` shows a table, a notebook shows it as HTML, and `as_dict()` gives
+    `{name: {"choice": ..., "why": ...}}`. A choice that changes at run time (a fall-back, a measured winner) shows here too.
+    """
+
+    __slots__ = ("_decisions",)
+
+    def __init__(self, decisions: list[Decision]) -> None:
+        self._decisions = {decision.name: decision for decision in decisions}
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self._decisions.values())
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def __getitem__(self, name: str) -> Decision:
+        return self._decisions[name]
+
+    def record(self, decision: Decision) -> None:
+        """Replace the decision of the same name: the plan always tells what holds now."""
+        self._decisions[decision.name] = decision
+
+    def as_dict(self) -> dict[str, dict[str, str]]:
+        """`{name: {"choice": ..., "why": ...}}`, in the order in which the decisions were applied."""
+        return {d.name: {"choice": d.choice, "why": d.why} for d in self}
+
+    def __str__(self) -> str:
+        rows = [("", "choice", "why"), *((d.name, d.choice, d.why) for d in self)]
+        name, choice = (max(len(row[i]) for row in rows) for i in (0, 1))
+        return "\n".join(f"{a:<{name}}  {b:<{choice}}  {c}".rstrip() for a, b, c in rows)
+
+    def __repr__(self) -> str:
+        return f"Plan({', '.join(f'{d.name}={d.choice}' for d in self)})"
+
+    def _repr_html_(self) -> str:
+        cells: Any = html.escape
+        rows = "".join(
+            f"<tr><th>{cells(d.name)}</th><td>{cells(d.choice)}</td><td>{cells(d.why)}</td></tr>" for d in self
+        )
+        return f"<table><thead><tr><th></th><th>choice</th><th>why</th></tr></thead><tbody>{rows}</tbody></table>"
+
+
+def apply(decisions: list[Decision], parts: Parts) -> Parts:
+    """Carry the decisions out, in order; if one fails, undo those before it, so that nothing is half done."""
+    done: list[Decision] = []
+    try:
+        for decision in decisions:
+            done.append(decision)
+            parts = decision.apply(parts)
+    except BaseException:
+        for decision in reversed(done):
+            parts = decision.revert(parts)
+        raise
+    return parts

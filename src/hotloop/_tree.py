@@ -1,0 +1,145 @@
+"""Nested batches: one walk over containers of any kind that keeps their types and rebuilds only what changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
+
+def map_leaves(
+    on_tensor: Callable[[Tensor], Any], value: T, on_object: Callable[[Any], Any] | None = None, _seen: Any = None
+) -> T:
+    """`value` with `on_tensor` applied to every tensor in it.
+
+    Walks lists, tuples, named tuples, deques, any `Mapping` and dataclasses (frozen ones too). Types are kept, an object
+    met twice is mapped once, and a container in which nothing changed is returned as it is. `on_object`, where given, is
+    asked about every object that has a `.to` method; a mapping that it returns is walked as well.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        if _seen is None:
+            return on_tensor(value)  # type: ignore[no-any-return]
+        return _once(on_tensor, value, _seen)  # type: ignore[no-any-return]
+    seen = {} if _seen is None else _seen
+    if id(value) in seen:
+        return seen[id(value)][1]  # type: ignore[no-any-return]
+    seen[id(value)] = (value, value)  # a container that holds itself ends here
+    mapped = _map_container(on_tensor, value, on_object, seen)
+    seen[id(value)] = (value, mapped)  # the original is kept alive, so that its id stays its own
+    return mapped  # type: ignore[no-any-return]
+
+
+def _once(on_tensor: Callable[[Tensor], Any], value: Tensor, seen: dict[int, tuple[Any, Any]]) -> Any:
+    if id(value) not in seen:
+        seen[id(value)] = (value, on_tensor(value))
+    return seen[id(value)][1]
+
+
+def _map_container(on_tensor: Callable[[Tensor], Any], value: Any, on_object: Any, seen: Any) -> Any:
+    def walk(child: Any) -> Any:
+        return map_leaves(on_tensor, child, on_object, seen)
+
+    if on_object is not None and has_to(value):
+        moved = on_object(value)
+        if not isinstance(moved, Mapping):
+            return moved
+        value = moved
+    if isinstance(value, Mapping):
+        return _replaced(value, {k: new for k, v in value.items() if (new := walk(v)) is not v})
+    if isinstance(value, tuple):
+        return _rebuilt_tuple(value, [walk(v) for v in value])
+    if isinstance(value, list | deque):
+        return _replaced(value, {i: new for i, v in enumerate(value) if (new := walk(v)) is not v})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _replaced_fields(value, walk)
+    return value
+
+
+def has_to(value: Any) -> bool:
+    """Whether `value` is an object that can take itself to a device. A module passed as an argument stays where it is."""
+    return not isinstance(value, nn.Module | type) and callable(getattr(value, "to", None))
+
+
+def _replaced(container: Any, changes: dict[Any, Any]) -> Any:
+    """A shallow copy with some items replaced, of the same type: what a subclass carries besides its items is kept."""
+    if not changes:
+        return container
+    if not hasattr(container, "__setitem__"):  # a read-only mapping
+        return type(container)({**container, **changes})
+    made = copy.copy(container)
+    for key, item in changes.items():
+        made[key] = item
+    return made
+
+
+def _rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    if all(map(_is, items, value)):
+        return value
+    kind: Any = type(value)
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        return kind(*items)
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def _replaced_fields(value: Any, walk: Callable[[Any], Any]) -> Any:
+    made = value
+    for field in dataclasses.fields(value):
+        if not hasattr(value, field.name):  # an `init=False` field that was never set
+            continue
+        old = getattr(value, field.name)
+        new = walk(old)
+        if new is not old:
+            made = copy.copy(value) if made is value else made
+            object.__setattr__(made, field.name, new)  # also for frozen dataclasses
+    return made
+
+
+def move(value: T, device: torch.device) -> T:
+    """`value` with every tensor, and every object with its own `.to(device)`, on `device`; dtypes never change.
+
+    What is there already is returned as it is, without a copy. Copies to an accelerator do not block the host; copies to
+    the host always do, since they would be read before they are complete.
+    """
+    non_blocking = device.type != "cpu"
+
+    def on_tensor(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
+
+    return map_leaves(on_tensor, value, lambda thing: thing.to(device))
+
+
+def leaves(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in a nested batch, in order. Looks into what `map_leaves` looks into, and changes nothing."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    seen = set() if _seen is None else _seen
+    if type(value) in _PLAIN or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Any = value.values()
+    elif isinstance(value, tuple | list | deque):
+        children = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    else:
+        return
+    for child in children:
+        yield from leaves(child, seen)
