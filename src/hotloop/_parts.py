@@ -73,4 +73,5 @@ def _no_recovery(_: Exception) -> bool:
 
 def live_of(model: Any) -> Live | None:
     """The live parts of a wrapped model, or None for anything else."""
-    return model._self_live if isinstance(model, nn.Module) and hasattr(model, "_self_live") else None
+    live = getattr(model, "_self_live", None)
+    return live if isinstance(live, Live) else None

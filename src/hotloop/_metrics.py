@@ -1,0 +1,179 @@
+"""What a step returns, and the means over many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop._reading import Reading, join, wide
+
+# So many steps are summed by one set of operators: a sum for each step would cost operators in every step.
+_CHUNK = 64
+
+
+class Metrics(Mapping[str, float]):
+    """The numbers of one step: an immutable mapping from names to exact Python numbers, read when they are looked at.
+
+    `m["loss"]` is what `.item()` gives; `float(m)`, `m.item()` and `f"{m:.3f}"` are the loss, so that the lines of an old loop
+    keep working. `dict(m)` is plain data. On an accelerator the first look waits for the step's own values, and only for
+    them; on the CPU nothing ever waits.
+
+    >>> m = Metrics(["loss"], Reading([torch.tensor(0.5)]))
+    >>> m["loss"], f"{m:.2f}", m.updated, m.skipped
+    (0.5, '0.50', True, False)
+    """
+
+    __slots__ = ("_names", "_output", "_reading", "_updated")
+
+    def __init__(
+        self, names: list[str], reading: Reading, *, updated: bool = True, output: tuple[Any, ...] = ()
+    ) -> None:
+        self._names = names
+        self._reading = reading  # values beyond the names are the optimizers' overflow flags
+        self._updated = updated
+        self._output = output
+
+    def __getitem__(self, name: str) -> float:
+        try:
+            index = self._names.index(name)
+        except ValueError:
+            raise KeyError(f"{name!r}: this step has {', '.join(self._names)}") from None
+        value: float = self._reading.values()[index]
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def item(self) -> float:
+        """The loss, as a Python number."""
+        return self["loss"]
+
+    def __float__(self) -> float:
+        return float(self["loss"])
+
+    def __format__(self, spec: str) -> str:
+        return format(self["loss"], spec)
+
+    @property
+    def updated(self) -> bool:
+        """Whether the call closed an accumulation window. Known without a wait."""
+        return self._updated
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was skipped, since a gradient overflowed in float16. Reading it waits for the step."""
+        return any(self._reading.values()[len(self._names) :])
+
+    @property
+    def output(self) -> Any:
+        """The detached output of the model, with `keep_output=True`."""
+        if not self._output:
+            raise AttributeError(
+                "metrics.output: the step keeps no output, so that its memory is free again; "
+                "write optimize(..., keep_output=True), and call the step with a batch"
+            )
+        return self._output[0]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = list(self._reading.values())
+        return _restored, (list(self._names), values, self._updated, self._output)
+
+
+def _restored(names: list[str], values: list[Any], updated: bool, output: tuple[Any, ...]) -> Metrics:
+    return Metrics(names, Reading(values), updated=updated, output=output)
+
+
+class Means:
+    """Weighted sums of the metrics of many steps.
+
+    What is on the host is summed there. What is on a device waits, packed as it is, until a chunk of steps is summed by a
+    few operators; nothing is read before `sums`.
+    """
+
+    def __init__(self) -> None:
+        self._host: dict[str, list[Any]] = {}  # name -> [weighted sum, weight]
+        self._device: dict[Any, Tensor] = {}  # layout -> weighted sums of its words, and the weight
+        self._waiting: list[tuple[list[str], Reading, float]] = []
+
+    def add(self, names: list[str], reading: Reading, weight: float) -> None:
+        """Take in one step. Values of `reading` beyond the names are overflow flags: a skipped step does not count."""
+        if reading.packed is None:
+            self._add_on_host(names, reading.values(), weight)
+            return
+        self._waiting.append((names, reading, weight))
+        if len(self._waiting) == _CHUNK:
+            self._sum_waiting()
+
+    def _add_on_host(self, names: list[str], values: list[Any], weight: float) -> None:
+        if any(values[len(names) :]):
+            return
+        for name, value in zip(names, values, strict=False):
+            total = self._host.setdefault(name, [0.0, 0.0])
+            total[0] += value * weight
+            total[1] += weight
+
+    def _sum_waiting(self) -> None:
+        layouts: dict[Any, list[tuple[Reading, float]]] = {}
+        for names, reading, weight in self._waiting:
+            if reading.packed is None:  # somebody has looked at it meanwhile
+                self._add_on_host(names, reading.values(), weight)
+            else:
+                layout = (tuple(names), reading.slots, reading.kinds, len(reading.known()), reading.packed.device)
+                layouts.setdefault(layout, []).append((reading, weight))
+        self._waiting.clear()
+        for layout, rows in layouts.items():
+            summed = _weighted_sums(rows, flags=layout[3] - len(layout[0]))
+            self._device[layout] = self._device[layout] + summed if layout in self._device else summed
+
+    def sums(self) -> dict[str, list[Any]]:
+        """`{name: [weighted sum, weight]}` of everything taken in. Waits for the device, with one transfer."""
+        self._sum_waiting()
+        total = {name: list(pair) for name, pair in self._host.items()}
+        if not self._device:
+            return total
+        device = next(iter(self._device.values())).device
+        words = iter(torch.cat([sums.to(device) for sums in self._device.values()]).cpu().tolist())
+        for (names, slots, kinds, width, _), sums in self._device.items():
+            row: list[Any] = [None] * width
+            for slot, kind in zip(slots, kinds, strict=True):
+                row[slot] = join(words, kind, sums.dtype)
+            for slot in set(range(width)) - set(slots):
+                row[slot] = next(words)
+            weight = next(words)
+            for name, value in zip(names, row, strict=False):
+                pair = total.setdefault(name, [0.0, 0.0])
+                pair[0] += value
+                pair[1] += weight
+        return total
+
+    def restore(self, sums: dict[str, list[Any]]) -> None:
+        """Forget everything and go on from these sums."""
+        self._waiting.clear()
+        self._device.clear()
+        self._host = {name: list(pair) for name, pair in sums.items()}
+
+
+def _weighted_sums(rows: list[tuple[Reading, float]], flags: int) -> Tensor:
+    """The weighted sums of the rows' words, then of the numbers that were on the host, then the weight itself."""
+    packs = [reading.packed for reading, _ in rows if reading.packed is not None]
+    device = packs[0].device
+    with torch.no_grad():
+        block = torch.stack(packs).to(wide(device))
+        host = [[v for i, v in enumerate(r.known()) if i not in r.slots] + [1.0] for r, _ in rows]
+        # Copies to the device from a temporary do not wait for it.
+        known = torch.tensor(host, dtype=block.dtype).to(device, non_blocking=True)
+        weights = torch.tensor([[w] for _, w in rows], dtype=block.dtype).to(device, non_blocking=True)
+        words = torch.cat([block, known], dim=1)
+        if flags:  # the flags are the last words on the device; a skipped step may hold nan
+            skipped = block[:, -flags:].any(dim=1, keepdim=True)
+            words = torch.where(skipped, torch.zeros_like(words), words)
+        return (words * weights).sum(dim=0)
