@@ -28,9 +28,7 @@ class Metrics(Mapping[str, float]):
 
     __slots__ = ("_names", "_output", "_reading", "_updated")
 
-    def __init__(
-        self, names: list[str], reading: Reading, *, updated: bool = True, output: tuple[Any, ...] = ()
-    ) -> None:
+    def __init__(self, names: list[str], reading: Reading, *, updated: bool = True, output: tuple[Any, ...] = ()) -> None:
         self._names = names
         self._reading = reading  # values beyond the names are the optimizers' overflow flags
         self._updated = updated

@@ -14,9 +14,18 @@ from torch.optim import Optimizer
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
-def no_autocast() -> AbstractContextManager[Any]:
-    """Autocast, switched off."""
-    return _OFF
+@dataclass(frozen=True)
+class Autocast:
+    """Opens an autocast region of one dtype, each time it is called; with no dtype it opens nothing."""
+
+    device_type: str = "cpu"
+    dtype: torch.dtype | None = None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return _OFF
+        # `jit.trace` cannot hold the casts that the weight cache makes.
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=not torch.jit.is_tracing())
 
 
 def keep_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -24,8 +33,8 @@ def keep_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return args, kwargs
 
 
-def ignore(_: bool) -> None:
-    """Gradient synchronisation, where there is none to switch."""
+def ignore(*_: object) -> None:
+    """Nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +43,18 @@ class Parts:
 
     `forward` is what a call runs in place of the module (a DDP wrapper); None means the module itself. `autocast` opens a
     region in the plan's precision. `scaler` is disabled unless the precision is float16. `on_inputs` sees the arguments of
-    each call once they are on the device. `sync_gradients(False)` holds the ranks' exchange of gradients back.
+    each call once they are on the device; process-wide flags that it sets are put back by `restore_flags`.
+    `sync_gradients(False)` holds the ranks' exchange of gradients back.
     """
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     forward: nn.Module | None = None
-    autocast: Callable[[], AbstractContextManager[Any]] = no_autocast
+    autocast: Autocast = field(default_factory=Autocast)
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     on_inputs: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = keep_inputs
+    restore_flags: Callable[[], None] = ignore
     sync_gradients: Callable[[bool], None] = ignore
 
 

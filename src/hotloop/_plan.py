@@ -64,9 +64,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         cells: Any = html.escape
-        rows = "".join(
-            f"<tr><th>{cells(d.name)}</th><td>{cells(d.choice)}</td><td>{cells(d.why)}</td></tr>" for d in self
-        )
+        rows = "".join(f"<tr><th>{cells(d.name)}</th><td>{cells(d.choice)}</td><td>{cells(d.why)}</td></tr>" for d in self)
         return f"<table><thead><tr><th></th><th>choice</th><th>why</th></tr></thead><tbody>{rows}</tbody></table>"
 
 

@@ -1,0 +1,108 @@
+"""What the decisions look at: the machine and the model, as plain data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_CONVOLUTIONS = {
+    nn.Conv1d: 1,
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+    nn.ConvTranspose1d: 1,
+    nn.ConvTranspose2d: 2,
+    nn.ConvTranspose3d: 3,
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Capabilities of the machine, and the process-wide flags that the user has set."""
+
+    accelerator: torch.device | None
+    accelerator_name: str
+    accelerator_bf16: bool  # native, not emulated
+    cpu_16bit: str  # the CPU's 16-bit units, "" if it has none
+    cudnn_benchmark: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the models are made of."""
+
+    devices: frozenset[torch.device]
+    floats: frozenset[torch.dtype]  # dtypes of the floating parameters
+    convolutions: frozenset[int]  # their spatial dimensions
+    lstm: bool
+    parameters: int
+    wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a decision may depend on besides the user's wish."""
+
+    machine: Machine
+    traits: Traits
+    exact: bool = False
+    scaler: torch.amp.GradScaler | None = None
+    closure: bool = False  # an optimizer that evaluates the loss again, such as LBFGS
+
+
+def machine() -> Machine:
+    """The machine that this process runs on."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    cuda = accelerator is not None and accelerator.type == "cuda"
+    cudnn = torch.backends.cudnn
+    return Machine(
+        accelerator=accelerator,
+        accelerator_name=torch.cuda.get_device_name() if cuda else str(accelerator or ""),
+        accelerator_bf16=cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        cpu_16bit=_cpu_16bit(),
+        cudnn_benchmark=cudnn.benchmark,
+        deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _cpu_16bit() -> str:
+    # There is no public question for these; `is_autocast_available("cpu")` is True everywhere and no guide.
+    units = {"AMX": "_is_amx_tile_supported", "AVX512-BF16": "_is_avx512_bf16_supported"}
+    return next((name for name, probe in units.items() if getattr(torch.cpu, probe, bool)()), "")
+
+
+def traits(modules: Sequence[nn.Module]) -> Traits:
+    """What these modules are made of. Looks at types and shapes; reads no value and copies nothing."""
+    parts = [part for module in modules for part in module.modules()]
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    tensors = [*parameters, *(b for module in modules for b in module.buffers())]
+    known = [p for p in parameters if not isinstance(p, nn.parameter.UninitializedParameter)]
+    total = sum(p.numel() for p in known)
+    return Traits(
+        devices=frozenset(t.device for t in tensors),
+        floats=frozenset(p.dtype for p in parameters if p.is_floating_point()),
+        convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
+        lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
+        parameters=total,
+        wide=sum(p.numel() for p in known if _is_wide(p)) / max(total, 1),
+    )
+
+
+def _is_wide(parameter: torch.Tensor) -> bool:
+    # Measured on AVX512-BF16: linear layers gain from 256 features on, convolutions, which use each weight many times, from
+    # 32 channels on; below that the casts cost more than the units save.
+    if parameter.dim() < 2:
+        return False
+    narrow = min(parameter.shape[0], parameter[0].numel())
+    return narrow >= (256 if parameter.dim() == 2 else 32)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure, as LBFGS cannot."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,57 @@
+"""What holds on to a module's parameters follows them when they move or are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@contextmanager
+def following(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device | None = None) -> Iterator[None]:
+    """Inside, the module's parameters may move or be replaced; on the way out ties, optimizer groups and state follow.
+
+    `Module.to` swaps the data of a parameter in place for most moves, but makes new parameters for some backends and for the
+    meta device, and `load_state_dict(assign=True)` always does: the optimizer would go on with tensors that nobody uses, and
+    tied weights would come apart.
+    """
+    before = _slots(module)
+    try:
+        yield
+    finally:
+        renamed: dict[Tensor, Tensor] = {}
+        for (owner, name), old in before.items():
+            new = owner._parameters.get(name)
+            if new is not None and new is not old:
+                owner._parameters[name] = renamed.setdefault(old, new)  # type: ignore[assignment]
+        for optimizer in optimizers:
+            if renamed:
+                _repoint(optimizer, renamed)
+            _move_state(optimizer)
+
+
+def _slots(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {(m, name): p for m in module.modules() for name, p in m._parameters.items() if p is not None}
+
+
+def _repoint(optimizer: Optimizer, renamed: dict[Tensor, Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [renamed.get(p, p) for p in group["params"]]
+    for old, new in renamed.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Optimizer state lives where its parameter does; a step counter only where the kernel wants it there."""
+    for group in optimizer.param_groups:
+        counter_follows = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state: dict[str, Any] = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device != parameter.device and (key != "step" or counter_follows):
+                    state[key] = value.to(parameter.device)

@@ -1,0 +1,1 @@
+"""The transforms: one small file for each decision."""

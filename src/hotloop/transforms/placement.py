@@ -1,0 +1,67 @@
+"""Placement: the model, its loss and its optimizer's state, on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hotloop._facts import Facts
+from hotloop._parts import Parts
+from hotloop._plan import Decision
+from hotloop._rebind import following
+
+Device = torch.device | str | int
+
+
+def decide(facts: Facts, wish: Device) -> Decision:
+    """Where the parameters already are if that is an accelerator; else the accelerator; else the CPU."""
+    devices = facts.traits.devices
+    if wish != "auto":
+        return _on(_resolved(wish), "asked for")
+    if len(devices) > 1 and any(d.type != "cpu" for d in devices):
+        first = next(d for d in sorted(devices, key=str) if d.type != "cpu")
+        return Decision(
+            "placement", "as it is", f"the model is spread over {_listed(devices)}", lambda p: replace(p, device=first)
+        )
+    if devices and all(d.type != "cpu" for d in devices):
+        return _on(next(iter(devices)), "the parameters are there")
+    if facts.machine.accelerator is None:
+        return _on(torch.device("cpu"), "there is no accelerator")
+    return _on(_resolved(facts.machine.accelerator), "the accelerator of this machine")
+
+
+def _listed(devices: frozenset[torch.device]) -> str:
+    return ", ".join(sorted(map(str, devices)))
+
+
+def _resolved(wish: Device) -> torch.device:
+    try:
+        # A tensor's own device carries its index: `cuda` becomes `cuda:0`, so that comparing devices is enough later.
+        return torch.empty(0, device=wish).device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"optimize(..., device={wish!r}): torch cannot use this device ({str(error).splitlines()[0]}); "
+            "name one that this machine has, or leave device='auto'"
+        ) from None
+
+
+def _on(device: torch.device, why: str) -> Decision:
+    came_from: dict[nn.Module, torch.device] = {}
+
+    def apply(parts: Parts) -> Parts:
+        tensors = [*parts.model.parameters(), *parts.model.buffers()]
+        if any(t.device != device for t in tensors):
+            came_from[parts.model] = tensors[0].device
+            with following(parts.model, parts.optimizers, device):
+                parts.model.to(device)
+        return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
+
+    def revert(parts: Parts) -> Parts:
+        for module, device in came_from.items():
+            with following(module, parts.optimizers, device):
+                module.to(device)
+        return parts
+
+    return Decision("placement", str(device), why, apply, revert)

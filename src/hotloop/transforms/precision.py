@@ -1,0 +1,100 @@
+"""Precision: 16-bit kernels where they pay, and a gradient scaler exactly where float16 needs one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from hotloop._facts import Facts
+from hotloop._parts import Parts
+from hotloop._plan import Decision
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SLOW = "asked for; this CPU has no 16-bit units: expect a step to be about ten times slower than float32"
+
+
+def decide(facts: Facts, wish: Precision, device: torch.device) -> Decision:
+    """bfloat16 on CUDA with native support, float16 with a scaler on older CUDA, bfloat16 on a CPU with units for it."""
+    if wish not in ("auto", *_DTYPES):
+        raise ValueError(
+            f"optimize(..., precision={wish!r}): precision is 'auto', 'fp32', 'bf16' or 'fp16'; write one of these"
+        )
+    scaler = facts.scaler if facts.scaler is not None and facts.scaler.is_enabled() else None
+    if wish == "auto" and scaler is not None:
+        return _checked(facts, "fp16", "scaler= was given", device)
+    if scaler is not None and wish != "fp16":
+        raise ValueError(
+            f"optimize(..., precision={wish!r}, scaler=...): only float16 gradients need scaling; "
+            "write precision='fp16', or leave scaler away"
+        )
+    if wish == "auto":
+        choice, why = _automatic(facts, device)
+        return _decision(facts, choice, why)
+    return _checked(facts, wish, "asked for", device)
+
+
+def _automatic(facts: Facts, device: torch.device) -> tuple[str, str]:
+    machine, traits = facts.machine, facts.traits
+    if facts.exact:
+        return "fp32", "exact=True: 16-bit kernels change rounding"
+    if traits.floats - {torch.float32}:
+        return "fp32", f"as it is: the model has {_names(traits.floats)} parameters"
+    if device.type == "cuda":
+        if machine.accelerator_bf16:
+            return "bf16", f"{machine.accelerator_name} has native bfloat16; rounds to 8 bits (relative error 4e-3)"
+        if facts.closure:
+            return "fp32", "the optimizer evaluates the loss again, which float16 scaling does not allow"
+        return "fp16", f"{machine.accelerator_name} has float16 kernels; rounds to 11 bits (relative error 5e-4)"
+    if device.type != "cpu":
+        return "fp32", f"16-bit kernels on {device.type} are not known to pay; precision='bf16' asks for them"
+    if not machine.cpu_16bit:
+        return "fp32", "this CPU has no 16-bit units (bfloat16 trained a ResNet 12 times slower on such a CPU)"
+    if traits.wide < 0.5:
+        return "fp32", f"the layers are too small for the {machine.cpu_16bit} units to pay"
+    return "bf16", f"the {machine.cpu_16bit} units of this CPU; rounds to 8 bits (relative error 4e-3)"
+
+
+def _checked(facts: Facts, choice: str, why: str, device: torch.device) -> Decision:
+    """An explicit wish, or the reason why it cannot be met."""
+    call = f"optimize(..., precision={choice!r})"
+    if choice == "fp16" and facts.closure:
+        raise ValueError(
+            f"{call} with an optimizer that takes a closure: a gradient scaler cannot skip inside a closure; "
+            "write precision='bf16' or 'fp32'"
+        )
+    if choice == "fp16" and torch.float16 in facts.traits.floats:
+        raise ValueError(
+            f"{call}: the model has float16 parameters, whose gradients cannot be unscaled; keep them in float32 "
+            "(model.float()), autocast runs the kernels in float16 all the same"
+        )
+    if choice == "fp32" or device.type != "cpu":
+        return _decision(facts, choice, why)
+    if not facts.machine.cpu_16bit:
+        if facts.traits.lstm:
+            raise ValueError(
+                f"{call}: the model has an LSTM, which a CPU without 16-bit units cannot run in 16 bits; write precision='fp32'"
+            )
+        return _decision(facts, choice, _SLOW)
+    return _decision(facts, choice, why)
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+
+
+def _decision(facts: Facts, choice: str, why: str) -> Decision:
+    def apply(parts: Parts) -> Parts:
+        parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES[choice]))
+        if choice != "fp16" or not parts.optimizers:
+            return parts
+        return replace(parts, scaler=facts.scaler or torch.amp.GradScaler(parts.device.type))
+
+    def revert(parts: Parts) -> Parts:
+        disabled = torch.amp.GradScaler(parts.device.type, enabled=False)
+        return replace(parts, autocast=replace(parts.autocast, dtype=None), scaler=disabled)
+
+    return Decision("precision", choice, why, apply, revert)
