@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class Autocast:
         if self.dtype is None:
             return _OFF
         # `jit.trace` cannot hold the casts that the weight cache makes.
-        return torch.autocast(self.device_type, self.dtype, cache_enabled=not torch.jit.is_tracing())
+        cached = torch.compiler.is_compiling() or not torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=cached)
 
 
 def keep_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -65,21 +66,28 @@ class Live:
     so that a call reads one consistent set. `in_step` is True while a step runs: calls then keep their gradients.
     """
 
-    __slots__ = ("__weakref__", "exact", "in_step", "inference", "parts", "plan", "recover")
+    __slots__ = ("__weakref__", "exact", "in_step", "inference", "methods", "moved_from", "parts", "plan", "recovery")
 
-    def __init__(self, parts: Parts, *, plan: Any = None, inference: str = "no_grad", exact: bool = False) -> None:
+    def __init__(self, parts: Parts, *, inference: str = "no_grad", exact: bool = False, methods: tuple[str, ...] = ()) -> None:
         self.parts = parts
-        self.plan = plan
         self.inference = inference
         self.exact = exact
+        self.methods = methods
         self.in_step = False
-        # Called with the error of a failed call; returns whether an automatic choice was taken back, so that the call is
-        # worth a second try.
-        self.recover: Callable[[Exception], bool] = _no_recovery
+        self.moved_from: torch.device | None = None  # where `optimize` found the model, if it moved it
+        self.plan: Any = None
+        self.recovery: Any = None  # runs a call again without an automatic choice that it fails under
 
-
-def _no_recovery(_: Exception) -> bool:
-    return False
+    def copy(self, model: nn.Module) -> Live:
+        """For a copy of the model: the same settings, its own module, outside of any step and of DDP."""
+        made = Live(
+            replace(self.parts, model=model, optimizers=(), forward=None),
+            inference=self.inference,
+            exact=self.exact,
+            methods=self.methods,
+        )
+        made.moved_from, made.plan, made.recovery = self.moved_from, self.plan, None
+        return made
 
 
 def live_of(model: Any) -> Live | None:

@@ -8,6 +8,7 @@ works, silently. Here the flag is on when a shape is first seen, as long as ther
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from typing import Any
@@ -115,7 +116,8 @@ _users_value: list[bool] = []
 
 def _set(value: bool) -> None:
     cudnn = torch.backends.cudnn
-    if cudnn.benchmark == value or (value and (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())):
+    value = value and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+    if cudnn.benchmark == value:
         return
     with _lock:
         if not _users_value:
@@ -131,9 +133,7 @@ def _restore() -> None:
 
 
 def _write(value: bool) -> None:
-    try:
+    # After torch.backends.disable_global_flags() torch refuses. `cudnn.flags(...)` would still work, but its defaults switch
+    # cuDNN itself off inside the block.
+    with contextlib.suppress(RuntimeError):
         torch.backends.cudnn.benchmark = value
-    except RuntimeError:
-        # After torch.backends.disable_global_flags() torch refuses. `cudnn.flags(...)` would still work, but its defaults
-        # switch cuDNN itself off inside the block.
-        pass

@@ -42,7 +42,7 @@ def _automatic(facts: Facts, device: torch.device) -> tuple[str, str]:
     if facts.exact:
         return "fp32", "exact=True: 16-bit kernels change rounding"
     if traits.floats - {torch.float32}:
-        return "fp32", f"as it is: the model has {_names(traits.floats)} parameters"
+        return "as it is", f"the model has {_names(traits.floats)} parameters"
     if device.type == "cuda":
         if machine.accelerator_bf16:
             return "bf16", f"{machine.accelerator_name} has native bfloat16; rounds to 8 bits (relative error 4e-3)"
@@ -88,7 +88,7 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
 
 def _decision(facts: Facts, choice: str, why: str) -> Decision:
     def apply(parts: Parts) -> Parts:
-        parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES[choice]))
+        parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES.get(choice)))
         if choice != "fp16" or not parts.optimizers:
             return parts
         return replace(parts, scaler=facts.scaler or torch.amp.GradScaler(parts.device.type))

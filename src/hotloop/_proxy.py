@@ -1,0 +1,151 @@
+"""The wrapped model: a transparent proxy around the user's module, which stays in place and keeps its identity."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import wrapt
+from torch import nn
+
+from hotloop._call import call
+from hotloop._parts import Live
+from hotloop._rebind import following
+
+_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__contains__")
+
+# Methods that move parameters or replace them, and the floating dtype that they lead to.
+_DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
+_MOVING = {"to", "cpu", "cuda", "ipu", "xpu", "mtia", "hpu", "to_empty", "type", "load_state_dict", "_apply", *_DTYPES}
+
+
+class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[misc]
+    """The user's module, called as hotloop calls it. Attributes, parameters, hooks and `isinstance` are the module's own.
+
+    `model.__wrapped__` is the module, `model.device` the device it runs on (unless the module has an attribute of that name).
+    Inside compiled functions read plain attributes through `model.__wrapped__`: torch cannot guard them on a proxy.
+    """
+
+    def __init__(self, module: nn.Module, live: Live) -> None:
+        super().__init__(module)
+        self._self_live = live
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        live = self._self_live
+        forward = live.parts.forward
+        return call(self.__wrapped__ if forward is None else forward, live, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__wrapped__
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            if name == "device":
+                return self._self_live.parts.device
+            if name == "module":  # as under DDP
+                return module
+            raise
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            return _Method(value, self)
+        return value
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def __dir__(self) -> list[str]:
+        return [*dir(self.__wrapped__), "device"]
+
+    def __copy__(self) -> ModelProxy:
+        return self._wrapping(copy.copy(self.__wrapped__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelProxy:
+        made = self._wrapping(copy.deepcopy(self.__wrapped__, memo))
+        memo[id(self)] = made
+        return made
+
+    def _wrapping(self, module: nn.Module) -> ModelProxy:
+        return type(self)(module, self._self_live.copy(module))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # What is stored is the plain module, by way of the standard library alone, so that it loads where hotloop is not
+        # installed; as an item of a tuple it stays one object with other references to the module.
+        return operator.getitem, ((self.__wrapped__,), 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.__reduce_ex__(2)
+
+
+class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
+    """A method of the module that hands back the wrapper where it would hand back the module."""
+
+    def __init__(self, method: types.MethodType, proxy: ModelProxy) -> None:
+        super().__init__(method)
+        self._self_proxy = proxy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method, proxy = self.__wrapped__, self._self_proxy
+        name = method.__name__
+        if name in proxy._self_live.methods:
+            return call(method, proxy._self_live, args, kwargs)
+        result = _moving(method, proxy, args, kwargs) if name in _MOVING else method(*args, **kwargs)
+        return proxy if result is method.__self__ else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__wrapped__.__reduce_ex__(protocol)
+
+
+def _moving(method: Callable[..., Any], proxy: ModelProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a method that moves or replaces parameters; the optimizers' groups and state and `model.device` follow."""
+    live, module = proxy._self_live, proxy.__wrapped__
+    _refuse_other_dtype(method.__name__, module, args, kwargs)
+    with following(module, live.parts.optimizers):
+        result = method(*args, **kwargs)
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), live.parts.device)
+    if device != live.parts.device:
+        autocast = replace(live.parts.autocast, device_type=device.type)
+        live.parts = replace(live.parts, device=device, autocast=autocast)
+        live.moved_from = None  # from here on it is the user who moves
+    return result
+
+
+def _refuse_other_dtype(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    dtype = _DTYPES.get(name)
+    if name == "to":
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]  # what Module.to itself asks
+    elif name == "type":
+        wish = args[0] if args else kwargs["dst_type"]
+        dtype = wish if isinstance(wish, torch.dtype) else torch.empty(0).type(wish).dtype
+    floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if dtype is not None and floats - {dtype}:
+        raise TypeError(
+            f"model.{name}(...) would turn {', '.join(sorted(map(str, floats - {dtype})))} parameters into {dtype}, but the "
+            "plan and the optimizer's state were made for them as they are: change the dtype of the plain module "
+            "(model.__wrapped__) and call optimize again"
+        )
+
+
+def wrap(module: nn.Module, live: Live) -> ModelProxy:
+    """The module in a proxy of a class made for its type: `len`, indexing and iteration exist exactly where it has them."""
+    return _class_with(tuple(name for name in _SPECIAL if hasattr(type(module), name)))(module, live)
+
+
+@functools.cache
+def _class_with(special: tuple[str, ...]) -> type[ModelProxy]:
+    # The proxy's base has these two whatever it wraps; None is Python's way to take a method away, and makes
+    # `isinstance(model, Sized)` False. The base's indexing raises as it should, and None there would make `iter` succeed.
+    body: dict[str, Any] = {"__len__": None, "__contains__": None, **{name: _forwarding(name) for name in special}}
+    return type(ModelProxy.__name__, (ModelProxy,), {**body, "__module__": __name__})
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def method(self: ModelProxy, *args: Any) -> Any:
+        return getattr(self.__wrapped__, name)(*args)
+
+    method.__name__ = name
+    return method
