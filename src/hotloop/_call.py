@@ -16,7 +16,7 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
-def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *, moved: bool = False) -> Any:
     """`run(*args, **kwargs)` as a call of the wrapped model; `run` is its module, or a method of it.
 
     In training mode, and inside a step, gradients are as the caller set them; in eval mode they are off, unless an argument
@@ -25,15 +25,16 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         return _traceable(run, live, args, kwargs)
     if live.recovery is not None:
-        return live.recovery.attempt(partial(_call, run, live, args, kwargs))
-    return _call(run, live, args, kwargs)
+        return live.recovery.attempt(partial(_call, run, live, args, kwargs, moved))
+    return _call(run, live, args, kwargs, moved)
 
 
-def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], moved: bool) -> Any:
     parts = live.parts
     keeps = live.in_step or parts.model.training
     try:
-        args, kwargs = move((args, kwargs), parts.device)
+        if not moved:
+            args, kwargs = move((args, kwargs), parts.device)
         args, kwargs = parts.on_inputs(args, kwargs)
         if keeps:
             with parts.autocast():
@@ -43,7 +44,7 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             output = run(*args, **kwargs)
             return _finished(output, live, parts, detach=not torch.is_grad_enabled())
     except RuntimeError as error:
-        _explain(error, live)
+        explain_devices(error, live)
         raise
     finally:
         # A training call outside of a step leaves its flags to its backward, which reads them.
@@ -74,7 +75,7 @@ def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
 
 
 def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same call in a form that `torch.compile`, `export` and `jit.trace` can follow; they keep flags out of their graphs."""
+    """The same call in a form that `torch.compile`, `export` and `jit.trace` can follow."""
     parts = live.parts
     args, kwargs = _moved(args, parts.device), _moved(kwargs, parts.device)
     keeps = live.in_step or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
@@ -101,7 +102,7 @@ def _as_float32(value: Any) -> Any:
     return {k: _as_float32(v) for k, v in value.items()} if type(value) is dict else value
 
 
-def _explain(error: RuntimeError, live: Live) -> None:
+def explain_devices(error: RuntimeError, live: Live) -> None:
     """Add to torch's complaint about mixed devices that `optimize` moved the model, and what was left behind."""
     device, text = live.parts.device, str(error)
     if live.moved_from is None or device.type not in text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ class Facts:
 
     machine: Machine
     traits: Traits
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where the models will be
     exact: bool = False
     scaler: torch.amp.GradScaler | None = None
     closure: bool = False  # an optimizer that evaluates the loss again, such as LBFGS

@@ -104,8 +104,8 @@ class Means:
 
     def add(self, names: list[str], reading: Reading, weight: float) -> None:
         """Take in one step. Values of `reading` beyond the names are overflow flags: a skipped step does not count."""
-        if reading.packed is None:
-            self._add_on_host(names, reading.values(), weight)
+        if reading.packed is None or True in reading.known()[len(names) :]:
+            self._add_on_host(names, reading.known(), weight)
             return
         self._waiting.append((names, reading, weight))
         if len(self._waiting) == _CHUNK:
@@ -125,11 +125,12 @@ class Means:
             if reading.packed is None:  # somebody has looked at it meanwhile
                 self._add_on_host(names, reading.values(), weight)
             else:
-                layout = (tuple(names), reading.slots, reading.kinds, len(reading.known()), reading.packed.device)
+                flags = reading.known()[len(names) :].count(None)
+                layout = (tuple(names), reading.slots, reading.kinds, len(reading.known()), flags)
                 layouts.setdefault(layout, []).append((reading, weight))
         self._waiting.clear()
         for layout, rows in layouts.items():
-            summed = _weighted_sums(rows, flags=layout[3] - len(layout[0]))
+            summed = _weighted_sums(rows, flags=layout[4])
             self._device[layout] = self._device[layout] + summed if layout in self._device else summed
 
     def sums(self) -> dict[str, list[Any]]:

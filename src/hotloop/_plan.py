@@ -76,7 +76,13 @@ def apply(decisions: list[Decision], parts: Parts) -> Parts:
             done.append(decision)
             parts = decision.apply(parts)
     except BaseException:
-        for decision in reversed(done):
-            parts = decision.revert(parts)
+        revert(done, parts)
         raise
+    return parts
+
+
+def revert(decisions: list[Decision], parts: Parts) -> Parts:
+    """Undo what `apply` has carried out."""
+    for decision in reversed(decisions):
+        parts = decision.revert(parts)
     return parts

@@ -25,7 +25,7 @@ _DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.flo
 _MOVING = {"to", "cpu", "cuda", "ipu", "xpu", "mtia", "hpu", "to_empty", "type", "load_state_dict", "_apply", *_DTYPES}
 
 
-class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[misc]
+class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
     """The user's module, called as hotloop calls it. Attributes, parameters, hooks and `isinstance` are the module's own.
 
     `model.__wrapped__` is the module, `model.device` the device it runs on (unless the module has an attribute of that name).

@@ -63,7 +63,7 @@ class Reading:
         if self.packed is None:
             return True
         event = self._on_the_way[1]
-        return event is not None and event.query()
+        return event is not None and bool(event.query())
 
     def values(self) -> list[Any]:
         """The values as exact Python numbers. Waits for the device on the first call, where they came from one."""
@@ -72,12 +72,29 @@ class Reading:
             host, event = self._on_the_way
             if event is not None:
                 event.synchronize()
-            words = (packed if host is None else host).cpu().tolist()
-            for i, number in zip(self.slots, unpack(words, self.kinds, wide(packed.device)), strict=True):
-                self._values[i] = number
-            self.packed = None
-            self._on_the_way = (None, None)
+            self._arrived((packed if host is None else host).cpu().tolist(), wide(packed.device))
         return self._values
+
+    def _arrived(self, words: list[float], dtype: torch.dtype) -> None:
+        for i, number in zip(self.slots, unpack(words, self.kinds, dtype), strict=True):
+            self._values[i] = number
+        self.packed = None
+        self._on_the_way = (None, None)
+
+
+def read_all(readings: Sequence[Reading]) -> None:
+    """Wait for many readings, with one transfer where they have not been sent to the host already."""
+    for reading in readings:
+        if reading.packed is not None and reading._on_the_way[1] is not None:
+            reading.values()
+    waiting = [(reading, reading.packed) for reading in readings if reading.packed is not None]
+    if not waiting:
+        return
+    dtype = wide(waiting[0][1].device)
+    words = torch.cat([packed.to(dtype) for _, packed in waiting]).cpu().tolist()
+    for reading, packed in waiting:
+        reading._arrived(words[: packed.numel()], dtype)
+        del words[: packed.numel()]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

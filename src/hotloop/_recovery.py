@@ -55,7 +55,8 @@ class Recovery:
             except Exception as second:
                 error = second
                 for decision, _ in dropped:
-                    live.parts = decision.apply(before)
+                    decision.apply(before)  # for what it changes in place
+                live.parts = before
                 continue
             self._settle(dropped, first)
             return result

@@ -1,1 +1,18 @@
-"""The transforms: one small file for each decision."""
+"""The transforms, in the order in which they are decided and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hotloop._facts import Facts
+from hotloop._plan import Decision
+from hotloop.transforms import cudnn_benchmark, placement, precision
+
+# Placement before precision: which 16-bit kernels there are, and whether a scaler is needed, depends on the device.
+# Precision before cudnn_benchmark: the flag is set last before the call, when the inputs are what the kernels will see.
+TRANSFORMS: tuple[tuple[str, Callable[[Facts, Any], Decision]], ...] = (
+    ("device", placement.decide),
+    ("precision", precision.decide),
+    ("cudnn_benchmark", cudnn_benchmark.decide),
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,9 @@ Wish = bool | str
 def decide(facts: Facts, wish: Wish) -> Decision:
     """On for a shape when it is first seen, with a credit against ever-new shapes; left alone where the user has chosen."""
     if wish is None or wish is False:
-        return _decision("off", "asked for", Fixed(False))
+        return _decision("off", "asked for", lambda: Fixed(False))
     if wish is True:
-        return _decision("on", "asked for", Fixed(True))
+        return _decision("on", "asked for", lambda: Fixed(True))
     if wish != "auto":
         raise ValueError(
             f"optimize(..., cudnn_benchmark={wish!r}): cudnn_benchmark is 'auto', True or False; write one of these"
@@ -47,12 +48,12 @@ def decide(facts: Facts, wish: Wish) -> Decision:
     if facts.machine.cudnn_benchmark:
         return Decision("cudnn_benchmark", "as it is", "torch.backends.cudnn.benchmark is on already: your choice")
     why = f"on when a shape is first seen, for {CREDIT} shapes; {EARN} calls with a known shape earn one more"
-    return _decision("by shape", why, ByShape())
+    return _decision("by shape", why, ByShape)
 
 
-def _decision(choice: str, why: str, flag: Fixed | ByShape) -> Decision:
+def _decision(choice: str, why: str, make: Callable[[], Fixed | ByShape]) -> Decision:
     def apply(parts: Parts) -> Parts:
-        before = parts.on_inputs
+        before, flag = parts.on_inputs, make()  # each model has its own credit
 
         def on_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             _set(flag(args, kwargs))

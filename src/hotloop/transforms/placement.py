@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,26 +18,34 @@ Device = torch.device | str | int
 
 def decide(facts: Facts, wish: Device) -> Decision:
     """Where the parameters already are if that is an accelerator; else the accelerator; else the CPU."""
+    device, why = resolve(facts, wish)
     devices = facts.traits.devices
+    if wish == "auto" and len(devices) > 1 and any(d.type != "cpu" for d in devices):
+        return Decision("placement", "as it is", f"the model is spread over {_listed(devices)}", partial(_at, device))
+    return _on(device, why)
+
+
+def resolve(facts: Facts, wish: Device) -> tuple[torch.device, str]:
+    """The device that calls will move their arguments to, and why."""
+    elsewhere = sorted((d for d in facts.traits.devices if d.type != "cpu"), key=str)
     if wish != "auto":
-        return _on(_resolved(wish), "asked for")
-    if len(devices) > 1 and any(d.type != "cpu" for d in devices):
-        first = next(d for d in sorted(devices, key=str) if d.type != "cpu")
-        return Decision(
-            "placement", "as it is", f"the model is spread over {_listed(devices)}", lambda p: replace(p, device=first)
-        )
-    if devices and all(d.type != "cpu" for d in devices):
-        return _on(next(iter(devices)), "the parameters are there")
+        return _usable(wish), "asked for"
+    if elsewhere:
+        return elsewhere[0], "the parameters are there"
     if facts.machine.accelerator is None:
-        return _on(torch.device("cpu"), "there is no accelerator")
-    return _on(_resolved(facts.machine.accelerator), "the accelerator of this machine")
+        return torch.device("cpu"), "there is no accelerator"
+    return _usable(facts.machine.accelerator), "the accelerator of this machine"
+
+
+def _at(device: torch.device, parts: Parts) -> Parts:
+    return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
 
 
 def _listed(devices: frozenset[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-def _resolved(wish: Device) -> torch.device:
+def _usable(wish: Device) -> torch.device:
     try:
         # A tensor's own device carries its index: `cuda` becomes `cuda:0`, so that comparing devices is enough later.
         return torch.empty(0, device=wish).device
@@ -56,7 +65,7 @@ def _on(device: torch.device, why: str) -> Decision:
             came_from[parts.model] = tensors[0].device
             with following(parts.model, parts.optimizers, device):
                 parts.model.to(device)
-        return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
+        return _at(device, parts)
 
     def revert(parts: Parts) -> Parts:
         for module, device in came_from.items():

@@ -17,7 +17,7 @@ _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, 
 _SLOW = "asked for; this CPU has no 16-bit units: expect a step to be about ten times slower than float32"
 
 
-def decide(facts: Facts, wish: Precision, device: torch.device) -> Decision:
+def decide(facts: Facts, wish: Precision) -> Decision:
     """bfloat16 on CUDA with native support, float16 with a scaler on older CUDA, bfloat16 on a CPU with units for it."""
     if wish not in ("auto", *_DTYPES):
         raise ValueError(
@@ -25,20 +25,20 @@ def decide(facts: Facts, wish: Precision, device: torch.device) -> Decision:
         )
     scaler = facts.scaler if facts.scaler is not None and facts.scaler.is_enabled() else None
     if wish == "auto" and scaler is not None:
-        return _checked(facts, "fp16", "scaler= was given", device)
+        return _checked(facts, "fp16", "scaler= was given")
     if scaler is not None and wish != "fp16":
         raise ValueError(
             f"optimize(..., precision={wish!r}, scaler=...): only float16 gradients need scaling; "
             "write precision='fp16', or leave scaler away"
         )
     if wish == "auto":
-        choice, why = _automatic(facts, device)
+        choice, why = _automatic(facts)
         return _decision(facts, choice, why)
-    return _checked(facts, wish, "asked for", device)
+    return _checked(facts, wish, "asked for")
 
 
-def _automatic(facts: Facts, device: torch.device) -> tuple[str, str]:
-    machine, traits = facts.machine, facts.traits
+def _automatic(facts: Facts) -> tuple[str, str]:
+    machine, traits, device = facts.machine, facts.traits, facts.device
     if facts.exact:
         return "fp32", "exact=True: 16-bit kernels change rounding"
     if traits.floats - {torch.float32}:
@@ -58,7 +58,7 @@ def _automatic(facts: Facts, device: torch.device) -> tuple[str, str]:
     return "bf16", f"the {machine.cpu_16bit} units of this CPU; rounds to 8 bits (relative error 4e-3)"
 
 
-def _checked(facts: Facts, choice: str, why: str, device: torch.device) -> Decision:
+def _checked(facts: Facts, choice: str, why: str) -> Decision:
     """An explicit wish, or the reason why it cannot be met."""
     call = f"optimize(..., precision={choice!r})"
     if choice == "fp16" and facts.closure:
@@ -71,7 +71,7 @@ def _checked(facts: Facts, choice: str, why: str, device: torch.device) -> Decis
             f"{call}: the model has float16 parameters, whose gradients cannot be unscaled; keep them in float32 "
             "(model.float()), autocast runs the kernels in float16 all the same"
         )
-    if choice == "fp32" or device.type != "cpu":
+    if choice == "fp32" or facts.device.type != "cpu":
         return _decision(facts, choice, why)
     if not facts.machine.cpu_16bit:
         if facts.traits.lstm:

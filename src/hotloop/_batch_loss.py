@@ -1,0 +1,96 @@
+"""The loss of a batch: the model's call, the loss function in float32, the user's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop import _forms as forms
+from hotloop._call import call, explain_devices
+from hotloop._parts import Live
+from hotloop._tree import map_leaves, move
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user wished of a step."""
+
+    loss_fn: Callable[..., Any] | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    before_update: Callable[[], object] | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None
+    keep_output: bool = False
+
+
+class BatchLoss:
+    """Computes what a step minimises for a batch: the wrapped model's call, then `loss_fn` outside of autocast."""
+
+    def __init__(self, lives: Sequence[Live], settings: Settings) -> None:
+        self._lives = lives
+        self._live = lives[0]
+        self._settings = settings
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, forms.Named, Any]:
+        """The loss of a batch, checked, with its metrics and the output if it is kept."""
+        live, settings = self._live, self._settings
+        call_text = partial(forms.written, args, kwargs)
+        if len(self._lives) > 1:
+            raise TypeError(forms.several_models(call_text()))
+        args, kwargs = move((args, kwargs), live.parts.device)
+        args, kwargs, batch = forms.unpacked(args, kwargs)
+        own = settings.loss_fn is None
+        target = batch
+        if batch is None:
+            target = args[-1] if args else None
+            if not own:
+                forms.check_target(args, call_text)
+                args = args[:-1]
+        module = live.parts.model if live.parts.forward is None else live.parts.forward
+        try:
+            output = call(module, live, args, kwargs, moved=True)
+        except TypeError as error:
+            clearer = forms.explain_call(error, live.parts.model, args, kwargs, own)
+            if clearer is error:
+                raise
+            raise clearer from None
+        result = output if own else self._loss(output, target)
+        loss, named = forms.loss_and_metrics(result, own)
+        forms.check_loss(loss, call_text)
+        if settings.metrics is None and not settings.keep_output:
+            forms.check_metrics(named, call_text)
+            return loss, named, ()
+        output = map_leaves(Tensor.detach, output)
+        if settings.metrics is not None:
+            named = {**named, **self._user_metrics(output, target, named)}
+        forms.check_metrics(named, call_text)
+        return loss, named, (output,) if settings.keep_output else ()
+
+    def _loss(self, output: Any, target: Any) -> Any:
+        """`loss_fn(output, target)` in float32: outside of autocast, also of the user's own."""
+        loss_fn: Any = self._settings.loss_fn
+        device_type = self._live.parts.device.type
+        try:
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return loss_fn(output, target)
+            return loss_fn(output, target)
+        except RuntimeError as error:
+            explain_devices(error, self._live)
+            raise
+
+    def _user_metrics(self, output: Any, target: Any, taken: forms.Named) -> forms.Named:
+        found: forms.Named = {}
+        with torch.no_grad():
+            for name, metric in (self._settings.metrics or {}).items():
+                value = metric(output, target)
+                for key, scalar in value.items() if isinstance(value, Mapping) else [(name, value)]:
+                    if key in found or key in taken:
+                        raise ValueError(f"metrics={{{name!r}: ...}}: there is a metric {key!r} already; give it another name")
+                    found[key] = scalar
+        return found

@@ -1,0 +1,219 @@
+"""What a step is called with and what a loss function returns: the forms that are taken, and texts for those that are not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+Named = dict[str, Any]
+
+RESERVED = ("loss", "grad_norm")
+
+
+def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The call of a step, as the user may have written it."""
+    items = [*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())]
+    return f"step({', '.join(items)})"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"<tensor {tuple(value.shape)}>"
+    return f"<{type(value).__name__}>"
+
+
+def is_loss(args: tuple[Any, ...]) -> bool:
+    """Whether these arguments are the user's own loss: a lone tensor that carries a graph, or a scalar that has lost its own."""
+    if len(args) != 1 or not isinstance(args[0], Tensor):
+        return False
+    return args[0].grad_fn is not None or args[0].dim() == 0
+
+
+def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Mapping[str, Any] | None]:
+    """The batch as arguments; a mapping that is the whole batch comes back a third time, as the target of `loss_fn`."""
+    if len(args) == 1:
+        batch = args[0]
+        if isinstance(batch, Mapping):
+            _refuse_losses(batch)
+            return (), {**batch, **kwargs}, batch
+        if isinstance(batch, tuple | list):
+            return tuple(batch), kwargs, None
+    if not args and not kwargs:
+        raise TypeError("step(): there is no batch; write step(x, y), step(batch) or step(loss)")
+    return args, kwargs, None
+
+
+def _refuse_losses(batch: Mapping[str, Any]) -> None:
+    if any(isinstance(v, Tensor) and v.grad_fn is not None and v.numel() == 1 for v in batch.values()):
+        given = "outputs.loss" if "loss" in batch else "sum(losses.values()), **losses"
+        raise TypeError(
+            f"step({{{', '.join(map(repr, batch))}}}): these values carry a graph, so they are losses and no batch; "
+            f"write step({given})"
+        )
+
+
+def loss_and_metrics(result: Any, own: bool) -> tuple[Any, Named]:
+    """The loss and the named scalars in what `loss_fn` returned, or the model itself (`own`)."""
+    if isinstance(result, Tensor):
+        return result, {}
+    if own:
+        return _own_loss(result), {}
+    if isinstance(result, Mapping):
+        if "loss" not in result:
+            raise TypeError(_no_loss("loss_fn returned a dict", result))
+        return result["loss"], {name: value for name, value in result.items() if name != "loss"}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return result[0], dict(result[1])
+    if isinstance(result, tuple):
+        raise TypeError(
+            f"loss_fn returned ({', '.join(map(_kind, result))}): it returns a scalar, (scalar, {{name: scalar}}) or a dict with "
+            "'loss'; write `return loss, {'name': value}`"
+        )
+    raise TypeError(
+        f"loss_fn returned {_kind(result)}: it returns a scalar tensor that carries a graph; "
+        "is a `return` missing, or an .item() too early?"
+    )
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        if "loss" in output:
+            return output["loss"]
+        raise TypeError(_no_loss("the model returned a dict", output))
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    if isinstance(output, tuple | list):
+        raise TypeError(
+            f"the model returned a {type(output).__name__} of {len(output)}, and without loss_fn a model returns its own loss (a "
+            "scalar, output.loss or output['loss']); write `logits, loss = model(x, y); step(loss)`, or pass loss_fn to optimize"
+        )
+    raise TypeError(
+        f"the model returned {_kind(output)}, and without loss_fn a model returns its own loss (a scalar, output.loss or "
+        "output['loss']); pass loss_fn to optimize"
+    )
+
+
+def _no_loss(what: str, losses: Mapping[str, Any]) -> str:
+    return (
+        f"{what} with {', '.join(map(repr, losses))} and without 'loss': which of them is to be minimised? "
+        "Write `losses = model(...); step(sum(losses.values()), **losses)`, or return a 'loss'"
+    )
+
+
+def check_loss(loss: Any, call: Callable[[], str], *, in_eval: bool = False) -> None:
+    """Raise unless `loss` is a real scalar that carries a graph."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{call()}: the loss is {_kind(loss)}; a loss is a tensor with one element that carries a graph")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{call()}: the loss has shape {tuple(loss.shape)}; a loss has one element: reduce it, for example with .mean()"
+        )
+    if not loss.requires_grad:
+        eval_mode = (
+            "the model is in eval mode, where a call keeps no graph: call model.train(), write step(x, y), or wrap it with "
+            "optimize(..., inference='grad')"
+            if in_eval
+            else "was it detached, computed under no_grad, taken through argmax, or is every parameter frozen?"
+        )
+        raise RuntimeError(f"{call()}: the loss does not require grad, so there is nothing to train; {eval_mode}")
+    if loss.is_complex():
+        raise ValueError(f"{call()}: the loss is complex; a loss is real: take .abs() or .real")
+
+
+def check_metrics(named: Named, call: Callable[[], str]) -> None:
+    """Raise unless every named value is a scalar: a one-element tensor or a Python number."""
+    for name, value in named.items():
+        if name in RESERVED:
+            raise ValueError(f"{call()}: {name!r} is the step's own metric; give yours another name")
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"{call()}: the metric {name!r} has shape {tuple(value.shape)}; a metric is a scalar: reduce it, for example "
+                    f"with .mean(), or take it from the output with keep_output=True"
+                )
+            if value.is_meta:
+                raise ValueError(f"{call()}: the metric {name!r} is on the meta device, which holds no values")
+        elif not isinstance(value, int | float | complex):
+            raise ValueError(f"{call()}: the metric {name!r} is {_kind(value)}; a metric is a one-element tensor or a number")
+
+
+def check_weight(weight: Any) -> float:
+    """The weight of a micro-batch, as a float."""
+    if isinstance(weight, Tensor):
+        raise TypeError(
+            "step(..., weight=<tensor>): weight is the step's own argument, the number of samples or tokens of this micro-batch, "
+            "as a Python number; write weight=len(x), and give a metric of yours another name"
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise ValueError(
+            f"step(..., weight={weight!r}): weight is a finite number that is not negative; pass the number of samples"
+        )
+    return float(weight)
+
+
+def explain_call(error: TypeError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: bool) -> TypeError:
+    """A clearer error where the arguments of a step do not fit the model's forward; else the error itself."""
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        pass
+    else:
+        return error
+    names = ", ".join(signature.parameters)
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    if unknown and not args:
+        keys = list(kwargs)
+        example = ", ".join(f"batch[{key!r}]" for key in keys[:2])
+        return TypeError(
+            f"step({{{', '.join(map(repr, keys))}}}): a mapping is model(**batch), and forward takes ({names}), not "
+            f"{', '.join(map(repr, unknown))}; write step({example})"
+        )
+    meaning = "model(*batch), since there is no loss_fn" if own else "loss_fn(model(*batch[:-1]), batch[-1])"
+    return TypeError(
+        f"{written(args, kwargs)}: a step is {meaning}, and forward takes ({names}): {error}; "
+        f"{'pass loss_fn to optimize' if own else 'pass what forward takes, and the target last'}, or call the model yourself "
+        "and write step(loss)"
+    )
+
+
+def check_target(args: tuple[Any, ...], call: Callable[[], str]) -> None:
+    """Raise unless there is something for the model and a target behind it."""
+    if len(args) < 2:
+        lost = len(args) == 1 and isinstance(args[0], Tensor) and args[0].numel() == 1
+        hint = "a loss of your own must carry a graph: does it require grad?" if lost else "write step(x, y)"
+        raise TypeError(f"{call()}: with a loss_fn the last argument is the target, and there is none; {hint}")
+
+
+def explain_backward(error: RuntimeError) -> None:
+    """Add the way out to torch's complaint about a graph that is used twice."""
+    if "backward through the graph a second time" in str(error):
+        error.args = (
+            f"{error}\n\nhotloop: two losses share this graph: write step.backward(loss, retain_graph=True) for all but the last "
+            "of them, or add them up: step(a + b)",
+        )
+
+
+def in_inference_mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The text for a step inside `torch.inference_mode`."""
+    return (
+        f"{written(args, kwargs)} inside torch.inference_mode: gradients cannot be enabled there; use torch.no_grad, or train "
+        "outside of it"
+    )
+
+
+def several_models(call: str) -> str:
+    """The text for a batch given to a step of several models."""
+    return f"{call}: the step has several models and cannot know which of them to call; call them yourself and write step(loss)"
+
+
+def loss_for_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object) -> str:
+    """The text for a ready loss given to an optimizer that must evaluate it again."""
+    return (
+        f"{written(args, kwargs)} with {type(optimizer).__name__}: this optimizer evaluates the loss several times, and a loss "
+        "that is ready cannot be evaluated again; write step(x, y) with a loss_fn, or step(batch)"
+    )

@@ -1,0 +1,257 @@
+"""The training step: forward, loss, backward, and at the end of a window the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotloop import _forms as forms
+from hotloop import _state
+from hotloop._batch_loss import BatchLoss, Settings
+from hotloop._ledger import Ledger
+from hotloop._metrics import Means, Metrics
+from hotloop._parts import Live
+from hotloop._plan import Plan
+from hotloop._reading import Reading
+from hotloop._update import Update
+from hotloop._window import Window
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+class Step:
+    """One training step: `step(x, y)`, `step(batch)` or `step(loss)`.
+
+    `step(x, y)` is exactly `step(loss_fn(model(x), y))`. Losses are divided by `accumulate`; every `accumulate`-th call closes
+    the window: gradients are unscaled, clipped, applied, the scaler updated and the scheduler moved, in this order. Gradients
+    are dropped at the start of a window, so that they can be looked at after a step. A window left open is carried over.
+
+    Made by `optimize`; see there for an example.
+    """
+
+    def __init__(
+        self,
+        lives: Sequence[Live],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        settings: Settings,
+        plan: Plan,
+        *,
+        closure: bool,
+    ) -> None:
+        self.plan = plan
+        self._lives = tuple(lives)
+        self._live = lives[0]
+        self._batch_loss = BatchLoss(self._lives, settings)
+        self._optimizers = tuple(optimizers)
+        self._schedulers = tuple(schedulers)
+        self._closure = closure
+        models = [live.parts.model for live in lives]
+        loss_fn = settings.loss_fn
+        trained = [*models, loss_fn] if isinstance(loss_fn, nn.Module) else models
+        self._window = Window(settings.accumulate, trained, optimizers)
+        self._ledger = Ledger(optimizers, schedulers, lambda: self._update.blame())
+        self._update = Update(
+            self._live,
+            models,
+            optimizers,
+            clip_norm=settings.clip_norm,
+            before_update=settings.before_update,
+            on_foreign=self._ledger.foreign_update,
+        )
+        self._means = Means()
+
+    def __call__(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
+        """Train on one batch, or on one loss; returns its metrics, which are read when they are looked at.
+
+        With `loss_fn` the last positional argument is the target; one tuple or list is unpacked; a mapping is
+        `model(**batch)`. Without `loss_fn` the model returns its own loss. A lone tensor that carries a graph is a loss, and
+        keyword arguments are then further metrics. `weight` is this micro-batch's weight in its window, such as its number of
+        samples or tokens.
+        """
+        share = 1.0 if weight is None else forms.check_weight(weight)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(forms.in_inference_mode(args, kwargs))
+        self._window.check()
+        enabled, was_in_step = torch.is_grad_enabled(), self._live.in_step
+        for live in self._lives:
+            live.in_step = True
+        try:
+            if not enabled:
+                torch.set_grad_enabled(True)
+            return self._train(args, kwargs, share)
+        finally:
+            for live in self._lives:
+                live.in_step = was_in_step
+                live.parts.restore_flags()
+            if not enabled:
+                torch.set_grad_enabled(False)
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:
+        window = self._window
+        if self._closure:
+            return self._train_with_closure(args, kwargs, weight)
+        if forms.is_loss(args):
+            loss, named, output = args[0], kwargs, ()
+            call_text = partial(forms.written, args, kwargs)
+            forms.check_loss(loss, call_text, in_eval=not self._live.parts.model.training)
+            forms.check_metrics(named, call_text)
+            window.open()
+            self._backward(loss, window.share(weight))
+        elif self._live.recovery is not None and not window.is_open:
+            loss, named, output = self._live.recovery.attempt(partial(self._micro_batch, args, kwargs, weight))
+        else:
+            loss, named, output = self._micro_batch(args, kwargs, weight)
+        window.add(weight)
+        norm, flags = self._close(window.factor()) if window.is_full else (None, None)
+        return self._report(loss, named, output, norm, flags, weight)
+
+    def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> tuple[Tensor, forms.Named, Any]:
+        self._window.open()
+        loss, named, output = self._batch_loss(args, kwargs)
+        self._backward(loss, self._window.share(weight))
+        return loss, named, output
+
+    def _backward(self, loss: Tensor, share: float, *, retain_graph: bool = False, divided: bool = True) -> None:
+        if loss.dtype in _SIXTEEN_BITS and not self._live.exact:
+            loss = loss.float()
+        if share != 1.0:
+            loss = loss * share
+        if divided and self._window.size != 1:
+            loss = loss / self._window.size
+        try:
+            torch.autograd.backward(self._live.parts.scaler.scale(loss), retain_graph=retain_graph)
+        except BaseException as error:
+            self._window.drop()  # half a backward cannot be undone
+            if isinstance(error, RuntimeError):
+                forms.explain_backward(error)
+            raise
+
+    def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
+        """Apply the window."""
+        self._ledger.before_update()
+        try:
+            norm, flags = self._update(factor)
+        except BaseException:
+            self._window.drop()
+            raise
+        self._window.close()
+        torch.clear_autocast_cache()  # a surrounding autocast region would go on with casts of the old weights
+        return norm, flags
+
+    def _report(
+        self, loss: Tensor, named: forms.Named, output: Any, norm: Tensor | None, flags: list[Any] | None, weight: float
+    ) -> Metrics:
+        names, values = ["loss", *named], [loss, *named.values()]
+        if norm is not None:
+            names.append("grad_norm")
+            values.append(norm)
+        if flags:
+            values.extend(flags)
+        reading = Reading(values)
+        if flags is not None:
+            self._ledger.add(reading, len(flags))
+        self._means.add(names, reading, weight)
+        return Metrics(names, reading, updated=flags is not None, output=output)
+
+    def _train_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:
+        """For optimizers such as LBFGS, which evaluate the loss of the same batch several times."""
+        if forms.is_loss(args):
+            raise TypeError(forms.loss_for_closure(args, kwargs, self._optimizers[0]))
+        first: list[Any] = []
+
+        def closure() -> Tensor:
+            self._window.drop()
+            loss, named, output = self._batch_loss(args, kwargs)
+            self._backward(loss, 1.0)
+            norm = self._update.finish_gradients()
+            if not first:
+                first.append((loss.detach().clone(), named, output, norm))
+            return loss
+
+        self._ledger.before_update()
+        self._update.with_closure(closure)
+        torch.clear_autocast_cache()
+        loss, named, output, norm = first[0]
+        return self._report(loss, named, output, norm, [], weight)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Add the gradient of a further loss to the open window, as it is; it does not count as a micro-batch.
+
+        For several losses with one update: `step.backward(a); step(b)` applies the sum of both gradients. Only `flush` and
+        weights rescale it, with the rest of its window.
+        """
+        forms.check_loss(loss, lambda: "step.backward(loss)", in_eval=not self._live.parts.model.training)
+        self._window.check()
+        self._window.open()
+        self._backward(loss, 1.0, retain_graph=retain_graph, divided=False)
+        self._window.extra = True
+        self._window.watch()
+
+    def flush(self, rescale: bool = True) -> bool:
+        """Apply a window that is not full, and tell whether there was one.
+
+        Its gradient is divided by its true size; with `rescale=False` it stays divided by `accumulate`, as most hand-written
+        loops leave it.
+        """
+        self._window.check()
+        if not self._window.is_open:
+            return False
+        norm, flags = self._close(self._window.factor(rescale=rescale))
+        names = [] if norm is None else ["grad_norm"]
+        reading = Reading([*([] if norm is None else [norm]), *flags])
+        self._ledger.add(reading, len(flags))
+        self._means.add(names, reading, 1.0)
+        return True
+
+    @property
+    def updates(self) -> int:
+        """How many times the weights were changed. Waits for the device only where float16 may have skipped an update there."""
+        self._ledger.settle()
+        return self._ledger.updates
+
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped, since a gradient overflowed in float16. Waits as `updates` does."""
+        self._ledger.settle()
+        return self._ledger.skipped
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The gradient scaler: the user's own if one was given; disabled unless the precision is float16."""
+        return self._live.parts.scaler
+
+    @property
+    def scale(self) -> float:
+        """The scale of float16 gradients, 1.0 in other precisions. Waits for the device."""
+        return self.scaler.get_scale()
+
+    def mean(self) -> dict[str, float]:
+        """The mean of every metric since the last call, over the steps in which it was present, skipped ones left out.
+
+        Weighted by `weight=` where it was given. Summed on the device; waits for it with one read.
+        """
+        sums = self._means.sums()
+        self._means = Means()
+        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs besides the model and the optimizer, as plain data and tensors.
+
+        Keys: `version`, `scaler` (GradScaler's own dict), `schedulers`, `updates`, `skipped`, `window` (the open window with its
+        gradients by parameter name), `mean`. It loads with `torch.load(..., weights_only=True)`. Waits for the device.
+        """
+        return _state.of(self._memory())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Everything is checked first: a state that does not fit raises and changes nothing."""
+        _state.load(self._memory(), state)
+
+    def _memory(self) -> _state.Memory:
+        models = [live.parts.model for live in self._lives]
+        return _state.Memory(models, self._optimizers, self._schedulers, self.scaler, self._window, self._ledger, self._means)

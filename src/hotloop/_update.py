@@ -1,0 +1,159 @@
+"""The end of a window: unscale, before_update, clip, optimizer step, scaler update, in this order."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotloop._parts import Live
+
+
+class Update:
+    """Applies the gradients of a window with every optimizer.
+
+    An overflow in float16 skips the optimizer. A fused optimizer decides that on the device, and nothing waits; any other one
+    makes torch's own scaler read the flag.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        clip_norm: float | None,
+        before_update: Callable[[], object] | None,
+        on_foreign: Callable[[], None],
+    ) -> None:
+        self._live = live
+        self._models = models
+        self._optimizers = optimizers
+        self._clip_norm = clip_norm
+        self._before_update = before_update
+        self._on_foreign = on_foreign
+        self._running = False
+        self._stepped: set[int] = set()
+        self._applied: Any = None  # a gradient that has been applied, weakly
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(_reporting_to(self))
+
+    def __call__(self, factor: float) -> tuple[Tensor | None, list[Any]]:
+        """The norm of the gradients before clipping, if they are clipped, and for each optimizer whether it was skipped.
+
+        The flags are empty without a scaler, and tensors where only the device knows.
+        """
+        if factor != 1.0:
+            self._rescale(factor)
+        scaler = self._live.parts.scaler
+        self._running = True
+        self._stepped.clear()
+        try:
+            if not scaler.is_enabled():
+                norm = self.finish_gradients()
+                for optimizer in self._optimizers:
+                    optimizer.step()
+                return norm, []
+            return self._scaled(scaler)
+        finally:
+            self._running = False
+            self._remember()
+
+    def with_closure(self, closure: Callable[[], Tensor]) -> None:
+        """A step of an optimizer that evaluates the loss itself."""
+        self._running = True
+        try:
+            self._optimizers[0].step(closure)  # type: ignore[arg-type]
+        finally:
+            self._running = False
+            self._remember()
+
+    def _scaled(self, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
+        # The scaler refuses an optimizer that none of the losses reached.
+        reached = [o for o in self._optimizers if any(p.grad is not None for p in _parameters(o))]
+        flags: dict[int, Any] = {}
+        try:
+            if self._clip_norm is not None or self._before_update is not None:
+                for optimizer in reached:
+                    scaler.unscale_(optimizer)
+            norm = self.finish_gradients()
+            for optimizer in reached:
+                scaler.step(optimizer)
+                flags[id(optimizer)] = self._flag(scaler, optimizer)
+        except BaseException:
+            scaler.update(scaler.get_scale())  # forget what was unscaled; the scale stays
+            raise
+        scaler.update()
+        return norm, [flags.get(id(o), False) for o in self._optimizers]
+
+    def _flag(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
+        """Whether the optimizer was skipped: a tensor if its kernel has decided that on the device."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return id(optimizer) not in self._stepped
+        found = list(scaler._found_inf_per_device(optimizer).values())
+        return found[0] if len(found) == 1 else sum(f.to(found[0].device, non_blocking=True) for f in found)
+
+    def finish_gradients(self) -> Tensor | None:
+        """What happens between the last backward and the optimizer: the user's hook, then clipping."""
+        if self._before_update is not None:
+            self._before_update()
+        if self._clip_norm is None:
+            return None
+        return torch.nn.utils.clip_grad_norm_(list(self._clipped()), self._clip_norm)
+
+    def _clipped(self) -> Iterator[Tensor]:
+        """The models' parameters in their own order, then the optimizers' others: the order of the sum is part of its bits."""
+        seen: set[int] = set()
+        for source in (*(model.parameters() for model in self._models), *map(_parameters, self._optimizers)):
+            for parameter in source:
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def _rescale(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self._clipped():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _remember(self) -> None:
+        first = next((p.grad for o in self._optimizers for p in _parameters(o) if p.grad is not None), None)
+        self._applied = None if first is None else weakref.ref(first)
+
+    def on_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: ours, or, with gradients that are applied already, a leftover of the old loop."""
+        if self._running:
+            self._stepped.add(id(optimizer))
+        elif self._applied is not None:
+            applied = self._applied()
+            if applied is not None and any(p.grad is applied for p in _parameters(optimizer)):
+                self._on_foreign()
+
+    def blame(self) -> str:
+        """Names the first parameter with a gradient that is not finite. Reads gradients from the device."""
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and not math.isfinite(parameter.grad.abs().max().item()):
+                    return f"the first parameter with a gradient that is not finite is {name!r}"
+        return "no gradient that is left is other than finite"
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _reporting_to(update: Update) -> Callable[[Optimizer, Any, Any], None]:
+    # The user's optimizer outlives the step: it must not keep it alive.
+    reference = weakref.ref(update)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.on_step(optimizer)
+
+    return hook

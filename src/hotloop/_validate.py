@@ -1,0 +1,177 @@
+"""What `optimize` refuses at the door. Each text gives the call as written, the rule and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hotloop._facts import needs_closure
+from hotloop._forms import RESERVED
+from hotloop._parts import live_of
+
+
+def models(given: Any) -> list[nn.Module]:
+    """The modules to wrap, from one or from a list."""
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    if not found:
+        raise ValueError("optimize([], ...): there is no model; pass one module, or a list of modules")
+    for model in found:
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise TypeError(
+                f"optimize({model.__name__}, ...): this is a class; pass a module: optimize({model.__name__}(...), ...)"
+            )
+        if isinstance(model, nn.Parameter):
+            raise TypeError(
+                "optimize(<Parameter>, ...): a bare parameter needs no wrap; optimize the module, and keep the parameter in the "
+                "optimizer"
+            )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"optimize({_kind(model)}, ...): the model must be a torch.nn.Module, or a list of modules")
+        if live_of(model) is not None:
+            raise ValueError(
+                "optimize(model, ...): this model is wrapped already, and would be moved and cast twice; pass the plain module, "
+                "model.__wrapped__, to wrap it anew"
+            )
+    if len({id(m) for m in found}) < len(found):
+        raise ValueError("optimize([...], ...): the same model is in the list twice; name each once")
+    return found
+
+
+def optimizers(given: Any, modules: Sequence[nn.Module], loss_fn: Any) -> list[Optimizer]:
+    """The optimizers, each with parameters of these modules or of the loss function."""
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    if not found:
+        raise ValueError("optimize(model, []): there is no optimizer; pass one, or write optimize(model) for inference")
+    own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
+    for optimizer in found:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimize(model, {_kind(optimizer)}): the second argument is the torch optimizer; write "
+                "optimize(model, optimizer, loss_fn), or optimize(model) for inference"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not parameters:
+            raise ValueError(f"optimize(model, {name}): the optimizer has no parameters; make it with model.parameters()")
+        if not any(id(p) in own for p in parameters):
+            raise ValueError(
+                f"optimize(model, {name}): the optimizer trains none of this model's parameters; make it from this model "
+                "(was the model copied, or moved in a way that replaces parameters, after the optimizer was made?)"
+            )
+    if len(found) > 1 and any(map(needs_closure, found)):
+        raise ValueError(
+            "optimize(model, [...]): an optimizer that takes a closure evaluates the loss itself and cannot share a step; "
+            "give each its own optimize"
+        )
+    return found
+
+
+def schedulers(given: Any, found: Sequence[Optimizer]) -> list[Any]:
+    """The schedulers, each of one of these optimizers."""
+    result = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for scheduler in result:
+        name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "optimize(..., scheduler=ReduceLROnPlateau): it needs a metric, which an update does not have; leave scheduler "
+                "away and call scheduler.step(metric) yourself after each evaluation"
+            )
+        if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "optimizer"):
+            raise TypeError(f"optimize(..., scheduler={_kind(scheduler)}): pass a torch.optim.lr_scheduler")
+        if not any(scheduler.optimizer is optimizer for optimizer in found):
+            raise ValueError(
+                f"optimize(..., scheduler={name}): this scheduler moves another optimizer; make it with the optimizer given here"
+            )
+    return result
+
+
+def settings(
+    *,
+    loss_fn: Any,
+    accumulate: Any,
+    clip_norm: Any,
+    before_update: Any,
+    metrics: Any,
+    scaler: Any,
+    closure: bool,
+    **flags: Any,
+) -> None:
+    """The arguments of a step that no transform looks at."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"optimize(..., loss_fn={_kind(loss_fn)}): a loss_fn is called as loss_fn(output, target); pass a function"
+        )
+    if isinstance(loss_fn, type):
+        raise TypeError(f"optimize(..., loss_fn={loss_fn.__name__}): this is a class; pass {loss_fn.__name__}()")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"optimize(..., accumulate={accumulate!r}): accumulate counts micro-batches; pass a whole number from 1 on"
+        )
+    if closure and accumulate > 1:
+        raise ValueError(
+            f"optimize(..., accumulate={accumulate}) with an optimizer that takes a closure: it evaluates one batch several times; "
+            "make one large batch, or use another optimizer"
+        )
+    if clip_norm is not None and (isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0):
+        off = "; to switch clipping off use None" if clip_norm == 0 else ""
+        raise ValueError(f"optimize(..., clip_norm={clip_norm!r}): clip_norm is the largest gradient norm, above zero{off}")
+    if before_update is not None and not callable(before_update):
+        raise TypeError(f"optimize(..., before_update={_kind(before_update)}): it is called without arguments; pass a function")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"optimize(..., scaler={_kind(scaler)}): pass a torch.amp.GradScaler, or leave it away")
+    _check_metrics(metrics)
+    for name, value in flags.items():
+        flag(name, value)
+
+
+def _check_metrics(metrics: Any) -> None:
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
+        raise TypeError(f"optimize(..., metrics={_kind(metrics)}): pass {{name: function(output, target)}}")
+    for name in metrics:
+        if name in RESERVED:
+            raise ValueError(f"optimize(..., metrics={{{name!r}: ...}}): {name!r} is the step's own metric; use another name")
+
+
+def flag(name: str, value: Any) -> None:
+    """A switch that is on or off."""
+    if not isinstance(value, bool):
+        raise TypeError(f"optimize(..., {name}={value!r}): {name} is True or False")
+
+
+def inference(wish: Any) -> None:
+    """What an eval-mode call does with gradients."""
+    if wish not in ("no_grad", "inference_mode", "grad"):
+        raise ValueError(
+            f"optimize(..., inference={wish!r}): inference is 'no_grad', 'inference_mode' or 'grad'; write one of these"
+        )
+
+
+def methods(names: Any, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Names of methods that are called as forward is."""
+    if isinstance(names, str):
+        raise TypeError(f"optimize(..., methods={names!r}): methods is a tuple of names; write methods=({names!r},)")
+    for name in names:
+        if not any(callable(getattr(module, str(name), None)) for module in modules):
+            raise ValueError(f"optimize(..., methods=({name!r},)): the model has no method of this name")
+    return tuple(names)
+
+
+def without_optimizer(**given: Any) -> None:
+    """Refuse wishes that concern training where there is no optimizer."""
+    wished = [name for name, (value, default) in given.items() if value is not default and value != default]
+    if wished:
+        raise TypeError(
+            f"optimize(model, {wished[0]}=...): without an optimizer there is nothing to train, and {', '.join(wished)} "
+            f"concern{'s' if len(wished) == 1 else ''} training; write optimize(model, optimizer, ...)"
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,113 @@
+"""The accumulation window: the micro-batches whose gradients make one update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Window:
+    """Counts micro-batches and their weights, and drops gradients at the start.
+
+    Each loss is divided by the window's size before its backward, as a plain loop does; `factor` is what is left to multiply
+    the gradients with at the end, when the window was cut short or its micro-batches were weighted.
+    """
+
+    def __init__(self, size: int, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self.size = size
+        self.count = 0
+        self.extra = False  # a `step.backward` has opened the window
+        self.weight = 0.0
+        self.reference = 1.0  # weights count relative to the first one, so that token counts do not blow gradients up
+        self._models = models
+        self._optimizers = optimizers
+        self._watched: list[Tensor] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self.count > 0 or self.extra
+
+    @property
+    def is_full(self) -> bool:
+        return self.count == self.size
+
+    def open(self) -> None:
+        """Drop what earlier losses left, unless the window is open already."""
+        if not self.is_open:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the window: no gradients, no count."""
+        self.close()
+        for model in self._models:
+            _drop_gradients(model)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            if type(optimizer).zero_grad is not Optimizer.zero_grad:
+                optimizer.zero_grad()  # it may drop more than gradients
+
+    def close(self) -> None:
+        """The window has been applied. Its gradients can be looked at until the next one opens."""
+        self.count = 0
+        self.extra = False
+        self.weight = 0.0
+        self.reference = 1.0
+
+    def share(self, weight: float) -> float:
+        """What the loss of the next micro-batch is multiplied with, besides being divided by the window's size."""
+        if self.count == 0 and weight > 0:
+            self.reference = weight
+        return weight / self.reference
+
+    def add(self, weight: float) -> None:
+        """A micro-batch's gradient is in."""
+        self.count += 1
+        self.weight += weight / self.reference
+        if self.count < self.size:
+            self.watch()
+
+    def factor(self, *, rescale: bool = True) -> float:
+        """What the gradients must be multiplied with to be the weighted mean over what was really in the window.
+
+        Without `rescale` the mean stays divided by the full size, as most hand-written loops leave it.
+        """
+        if self.count == 0 or self.weight == 0:
+            return 1.0
+        return (self.size if rescale else self.count) / self.weight
+
+    def watch(self) -> None:
+        """Remember a parameter of each optimizer that has a gradient now."""
+        self._watched = [p for optimizer in self._optimizers if (p := next(_with_gradient(optimizer), None)) is not None]
+
+    def check(self) -> None:
+        """Raise if a gradient of the open window has vanished since the last call."""
+        if self.is_open and any(p.grad is None for p in self._watched):
+            done = f"{self.count} of {self.size} micro-batches"
+            self.drop()
+            raise RuntimeError(
+                f"step(...): after {done} of a window their gradients have vanished, so the update would miss them; step drops "
+                "gradients itself, at the start of a window: remove zero_grad() from the loop. The window has been dropped"
+            )
+
+
+def _drop_gradients(module: nn.Module) -> None:
+    # By hand: `parameters()` and `zero_grad()` cost several times as much. Modules and parameters are looked up afresh, since
+    # user code may replace them at any time.
+    if isinstance(module, torch.jit.ScriptModule):
+        module.zero_grad()
+        return
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            parameter.grad = None
+    for child in module._modules.values():
+        if child is not None:
+            _drop_gradients(child)
+
+
+def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
