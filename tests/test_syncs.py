@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import simgpu
 from hotloop._metrics import Means, Metrics
+from hotloop._optimize import optimize
 from hotloop._reading import Reading, read_numbers
 from hotloop._syncs import find_syncs
 
@@ -493,3 +494,50 @@ def test_metrics_from_an_accelerator_wait_once() -> None:
     with find_syncs() as syncs:
         metrics["loss"], metrics.item()
     assert entries(syncs) == [("metrics[...]", 1)]
+
+
+@pytest.mark.simgpu
+def test_what_has_arrived_is_taken_in_without_a_wait() -> None:
+    reading = Reading(on_device(x.sum()))
+    with find_syncs() as syncs:
+        assert reading.ready()
+        assert reading.values() == [4.5]
+    assert entries(syncs) == []
+
+
+# --- a wrapped loop ---------------------------------------------------------------------------------------------------------
+
+WISHES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "exact": {"exact": True},
+    "bf16": {"precision": "bf16"},
+    "clipped": {"clip_norm": 1.0, "accumulate": 2},
+}
+
+
+def check_step(wish: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _, step = optimize(model, optimizer, nn.CrossEntropyLoss(), scheduler=scheduler, **wish)
+    batches = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(4)]
+    device = next(model.parameters()).device
+    batches = [(batch.to(device), target.to(device)) for batch, target in batches]
+    with find_syncs() as syncs:
+        for batch in batches:
+            metrics = step(*batch)
+        assert entries(syncs) == []
+        float(metrics)
+        step.mean()
+    assert entries(syncs) == [("metrics[...]", 1), ("step.mean()", 1)]
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_a_step_has_none_until_somebody_looks(wish: dict[str, Any]) -> None:
+    check_step(wish)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_a_step_on_an_accelerator_has_none_until_somebody_looks(wish: dict[str, Any]) -> None:
+    check_step(wish)

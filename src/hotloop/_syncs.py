@@ -15,7 +15,7 @@ import torch
 
 from hotloop import _waits as rules
 from hotloop._metrics import Means, Metrics
-from hotloop._reading import Reading, read_numbers
+from hotloop._reading import Reading, read_all, read_numbers
 from hotloop._watch import Call, Functions, Operators, Sync, Watch
 
 
@@ -101,13 +101,16 @@ class _Unseen:
     def values(self, original: Callable[..., Any], reading: Reading) -> Any:
         """The first look at a step's values waits for them. So it would where a CPU has them at once."""
         looker = next(self._watch.stack()).f_code
+        looks = looker in _LOOKS
         if reading.packed is not None:
             self._watch.meet_accelerator()
-        elif looker not in _LOOKS or reading is self._seen or self._watch.on_accelerator:
-            return original(reading)
-        self._seen = reading
+            waits = looks or not reading.ready()
+        else:
+            waits = looks and reading is not self._seen and not self._watch.on_accelerator
+        if waits:
+            self._seen = reading
         op, hint = _LOOKS.get(looker, (f"{looker.co_name}()", rules.LOOK))
-        return self._run(Call(op, hint, waits=True), original, reading)
+        return self._run(Call(op, hint, waits), original, reading)
 
     def sums(self, original: Callable[..., Any], means: Means) -> Any:
         return self._run(Call("step.mean()", rules.LOOK, waits=not self._watch.on_accelerator), original, means)
@@ -118,12 +121,13 @@ class _Unseen:
         return self._watch.run(call, original, *args, **kwargs)
 
 
-# Who looks at the values of a step on the user's behalf.
+# Who looks at values and may have to wait for them: the user through these, a step for the flags of float16.
 _LOOKS: dict[CodeType, tuple[str, str]] = {
     Metrics.__getitem__.__code__: ("metrics[...]", rules.LOOK),
     Metrics.skipped.fget.__code__: ("metrics.skipped", rules.LOOK),  # type: ignore[attr-defined]
     Metrics.__reduce__.__code__: ("pickle.dumps()", rules.LOOK),
     read_numbers.__code__: ("fast_eval()", rules.RESULT),
+    read_all.__code__: ("overflow flags", rules.FLAGS),
 }
 
 
