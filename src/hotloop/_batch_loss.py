@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from hotloop import _forms as forms
 from hotloop._call import call, explain_devices
 from hotloop._parts import Live
-from hotloop._tree import map_leaves, move
+from hotloop._tree import map_leaves, move_call
 
 
 @dataclass(frozen=True)
@@ -37,39 +36,44 @@ class BatchLoss:
         self._settings = settings
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, forms.Named, Any]:
-        """The loss of a batch, checked, with its metrics and the output if it is kept."""
-        live, settings = self._live, self._settings
-        call_text = partial(forms.written, args, kwargs)
+        """The loss of a batch, checked, with its metrics and, in a tuple, the output if it is kept."""
+        written = (args, kwargs)
         if len(self._lives) > 1:
-            raise TypeError(forms.several_models(call_text()))
-        args, kwargs = move((args, kwargs), live.parts.device)
-        args, kwargs, batch = forms.unpacked(args, kwargs)
-        own = settings.loss_fn is None
-        target = batch
-        if batch is None:
-            target = args[-1] if args else None
-            if not own:
-                forms.check_target(args, call_text)
+            raise TypeError(forms.several_models(args, kwargs))
+        live, loss_fn = self._live, self._settings.loss_fn
+        args, kwargs = move_call(args, kwargs, live.parts.device)
+        target: Any = None
+        if len(args) < 2:
+            args, kwargs, target = forms.unpacked(args, kwargs)
+        if target is None and args:
+            target = args[-1]
+            if loss_fn is not None:
+                forms.check_target(args, written)
                 args = args[:-1]
-        module = live.parts.model if live.parts.forward is None else live.parts.forward
+        output = self._call(args, kwargs)
+        result = output if loss_fn is None else self._loss(output, target)
+        loss, named = (result, {}) if isinstance(result, Tensor) else forms.loss_and_metrics(result, loss_fn is None)
+        forms.check_loss(loss, written)
+        if self._settings.metrics is None and not self._settings.keep_output:
+            if named:
+                forms.check_metrics(named, written)
+            return loss, named, ()
+        output = map_leaves(Tensor.detach, output)
+        if self._settings.metrics is not None:
+            named = {**named, **self._user_metrics(output, target, named)}
+        forms.check_metrics(named, written)
+        return loss, named, (output,) if self._settings.keep_output else ()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        live = self._live
+        forward, model = live.parts.forward, live.parts.model
         try:
-            output = call(module, live, args, kwargs, moved=True)
+            return call(model if forward is None else forward, live, args, kwargs, moved=True)
         except TypeError as error:
-            clearer = forms.explain_call(error, live.parts.model, args, kwargs, own)
+            clearer = forms.explain_call(error, model, args, kwargs, self._settings.loss_fn is None)
             if clearer is error:
                 raise
             raise clearer from None
-        result = output if own else self._loss(output, target)
-        loss, named = forms.loss_and_metrics(result, own)
-        forms.check_loss(loss, call_text)
-        if settings.metrics is None and not settings.keep_output:
-            forms.check_metrics(named, call_text)
-            return loss, named, ()
-        output = map_leaves(Tensor.detach, output)
-        if settings.metrics is not None:
-            named = {**named, **self._user_metrics(output, target, named)}
-        forms.check_metrics(named, call_text)
-        return loss, named, (output,) if settings.keep_output else ()
 
     def _loss(self, output: Any, target: Any) -> Any:
         """`loss_fn(output, target)` in float32: outside of autocast, also of the user's own."""

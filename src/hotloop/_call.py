@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotloop._parts import Live, Parts
-from hotloop._tree import leaves, map_leaves, move
+from hotloop._tree import leaves, map_leaves, move_call
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
@@ -22,7 +22,7 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     In training mode, and inside a step, gradients are as the caller set them; in eval mode they are off, unless an argument
     requires grad or `inference="grad"`. Outputs in 16 bits come back in float32, detached where gradients are off.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
+    if not moved and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call, attr-defined]
         return _traceable(run, live, args, kwargs)
     if live.recovery is not None:
         return live.recovery.attempt(partial(_call, run, live, args, kwargs, moved))
@@ -34,11 +34,14 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
     keeps = live.in_step or parts.model.training
     try:
         if not moved:
-            args, kwargs = move((args, kwargs), parts.device)
+            args, kwargs = move_call(args, kwargs, parts.device)
         args, kwargs = parts.on_inputs(args, kwargs)
         if keeps:
-            with parts.autocast():
+            if parts.autocast.dtype is None:
                 output = run(*args, **kwargs)
+            else:
+                with parts.autocast():
+                    output = run(*args, **kwargs)
             return _finished(output, live, parts, detach=False)
         with _inference(live, args, kwargs), parts.autocast():
             output = run(*args, **kwargs)
@@ -65,6 +68,8 @@ def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
     # With exact=True a model whose own parameters are 16-bit gives what it gives: only our autocast is undone.
     cast = not live.exact or parts.autocast.dtype is not None
+    if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not detach:
+        return output
 
     def finish(tensor: Tensor) -> Tensor:
         if cast and tensor.dtype in _SIXTEEN_BITS:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 Named = dict[str, Any]
 
+Call = tuple[Any, ...]  # what `written` takes: the arguments of a step, for the text of an error
+
 RESERVED = ("loss", "grad_norm")
 
 
-def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def written(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "step") -> str:
     """The call of a step, as the user may have written it."""
     items = [*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())]
-    return f"step({', '.join(items)})"
+    return f"{name}({', '.join(items)})"
 
 
 def _kind(value: Any) -> str:
@@ -25,11 +27,9 @@ def _kind(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-def is_loss(args: tuple[Any, ...]) -> bool:
-    """Whether these arguments are the user's own loss: a lone tensor that carries a graph, or a scalar that has lost its own."""
-    if len(args) != 1 or not isinstance(args[0], Tensor):
-        return False
-    return args[0].grad_fn is not None or args[0].dim() == 0
+def is_loss(value: Any) -> bool:
+    """Whether a lone argument is the user's own loss: a tensor that carries a graph, or a scalar that has lost its own."""
+    return isinstance(value, Tensor) and (value.grad_fn is not None or value.dim() == 0)
 
 
 def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Mapping[str, Any] | None]:
@@ -104,13 +104,15 @@ def _no_loss(what: str, losses: Mapping[str, Any]) -> str:
     )
 
 
-def check_loss(loss: Any, call: Callable[[], str], *, in_eval: bool = False) -> None:
+def check_loss(loss: Any, call: Call, *, in_eval: bool = False) -> None:
     """Raise unless `loss` is a real scalar that carries a graph."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{call()}: the loss is {_kind(loss)}; a loss is a tensor with one element that carries a graph")
+        raise TypeError(
+            f"{written(*call)}: the loss is {_kind(loss)}; a loss is a tensor with one element that carries a graph"
+        )
     if loss.numel() != 1:
         raise ValueError(
-            f"{call()}: the loss has shape {tuple(loss.shape)}; a loss has one element: reduce it, for example with .mean()"
+            f"{written(*call)}: the loss has shape {tuple(loss.shape)}; a loss has one element: reduce it, for example with .mean()"
         )
     if not loss.requires_grad:
         eval_mode = (
@@ -119,26 +121,28 @@ def check_loss(loss: Any, call: Callable[[], str], *, in_eval: bool = False) -> 
             if in_eval
             else "was it detached, computed under no_grad, taken through argmax, or is every parameter frozen?"
         )
-        raise RuntimeError(f"{call()}: the loss does not require grad, so there is nothing to train; {eval_mode}")
+        raise RuntimeError(f"{written(*call)}: the loss does not require grad, so there is nothing to train; {eval_mode}")
     if loss.is_complex():
-        raise ValueError(f"{call()}: the loss is complex; a loss is real: take .abs() or .real")
+        raise ValueError(f"{written(*call)}: the loss is complex; a loss is real: take .abs() or .real")
 
 
-def check_metrics(named: Named, call: Callable[[], str]) -> None:
+def check_metrics(named: Named, call: Call) -> None:
     """Raise unless every named value is a scalar: a one-element tensor or a Python number."""
     for name, value in named.items():
         if name in RESERVED:
-            raise ValueError(f"{call()}: {name!r} is the step's own metric; give yours another name")
+            raise ValueError(f"{written(*call)}: {name!r} is the step's own metric; give yours another name")
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
-                    f"{call()}: the metric {name!r} has shape {tuple(value.shape)}; a metric is a scalar: reduce it, for example "
+                    f"{written(*call)}: the metric {name!r} has shape {tuple(value.shape)}; a metric is a scalar: reduce it, for example "
                     f"with .mean(), or take it from the output with keep_output=True"
                 )
             if value.is_meta:
-                raise ValueError(f"{call()}: the metric {name!r} is on the meta device, which holds no values")
+                raise ValueError(f"{written(*call)}: the metric {name!r} is on the meta device, which holds no values")
         elif not isinstance(value, int | float | complex):
-            raise ValueError(f"{call()}: the metric {name!r} is {_kind(value)}; a metric is a one-element tensor or a number")
+            raise ValueError(
+                f"{written(*call)}: the metric {name!r} is {_kind(value)}; a metric is a one-element tensor or a number"
+            )
 
 
 def check_weight(weight: Any) -> float:
@@ -181,12 +185,12 @@ def explain_call(error: TypeError, module: nn.Module, args: tuple[Any, ...], kwa
     )
 
 
-def check_target(args: tuple[Any, ...], call: Callable[[], str]) -> None:
+def check_target(args: tuple[Any, ...], call: Call) -> None:
     """Raise unless there is something for the model and a target behind it."""
     if len(args) < 2:
         lost = len(args) == 1 and isinstance(args[0], Tensor) and args[0].numel() == 1
         hint = "a loss of your own must carry a graph: does it require grad?" if lost else "write step(x, y)"
-        raise TypeError(f"{call()}: with a loss_fn the last argument is the target, and there is none; {hint}")
+        raise TypeError(f"{written(*call)}: with a loss_fn the last argument is the target, and there is none; {hint}")
 
 
 def explain_backward(error: RuntimeError) -> None:
@@ -206,9 +210,9 @@ def in_inference_mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     )
 
 
-def several_models(call: str) -> str:
+def several_models(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The text for a batch given to a step of several models."""
-    return f"{call}: the step has several models and cannot know which of them to call; call them yourself and write step(loss)"
+    return f"{written(args, kwargs)}: the step has several models and cannot know which of them to call; call them yourself and write step(loss)"
 
 
 def loss_for_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object) -> str:

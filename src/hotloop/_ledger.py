@@ -35,15 +35,18 @@ class Ledger:
     def add(self, reading: Reading, flags: int) -> None:
         """An update was issued. The last `flags` values of `reading` tell for each optimizer whether it was skipped."""
         if flags == 0:
-            self._count([])
+            self.updates += 1
+            if self._schedulers:
+                self._move_schedulers([])
         else:
             self._pending.append((reading, flags))
             self.poll()
 
     def before_update(self) -> None:
         """Learn what must be known before the next update is issued."""
-        self._notice_foreign_steps()
-        if self._schedulers or len(self._pending) >= _PENDING:
+        if self._schedulers:
+            self._notice_foreign_steps()
+        if self._pending and (self._schedulers or len(self._pending) >= _PENDING):
             self.settle()
 
     def poll(self) -> None:
@@ -65,19 +68,22 @@ class Ledger:
         self._moved = [None] * len(self._schedulers)
 
     def _count(self, skips: list[Any]) -> None:
-        self.updates += not (skips and all(skips))
+        self.updates += not all(skips)
         self.skipped += any(skips)
         self.running = self.running + 1 if any(skips) else 0
-        for i, (scheduler, optimizer) in enumerate(self._schedulers):
-            if not (skips and skips[optimizer]):
-                scheduler.step()
-                self._moved[i] = scheduler.last_epoch
+        self._move_schedulers(skips)
         if self.running == COLLAPSE:
             self._warn(
                 "collapse",
                 f"{COLLAPSE} updates running were skipped, since gradients overflowed in float16, and the scale keeps halving; "
                 f"{self._blame()}. Look at the data and the loss, or use precision='bf16'",
             )
+
+    def _move_schedulers(self, skips: list[Any]) -> None:
+        for i, (scheduler, optimizer) in enumerate(self._schedulers):
+            if not (skips and skips[optimizer]):
+                scheduler.step()
+                self._moved[i] = scheduler.last_epoch
 
     def _notice_foreign_steps(self) -> None:
         for (scheduler, _), moved in zip(self._schedulers, self._moved, strict=True):

@@ -77,7 +77,8 @@ class Step:
         share = 1.0 if weight is None else forms.check_weight(weight)
         if torch.is_inference_mode_enabled():
             raise RuntimeError(forms.in_inference_mode(args, kwargs))
-        self._window.check()
+        if self._window.is_open:
+            self._window.check()
         enabled, was_in_step = torch.is_grad_enabled(), self._live.in_step
         for live in self._lives:
             live.in_step = True
@@ -93,37 +94,39 @@ class Step:
                 torch.set_grad_enabled(False)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:
-        window = self._window
         if self._closure:
             return self._train_with_closure(args, kwargs, weight)
-        if forms.is_loss(args):
+        if len(args) == 1 and forms.is_loss(args[0]):
             loss, named, output = args[0], kwargs, ()
-            call_text = partial(forms.written, args, kwargs)
-            forms.check_loss(loss, call_text, in_eval=not self._live.parts.model.training)
-            forms.check_metrics(named, call_text)
-            window.open()
-            self._backward(loss, window.share(weight))
-        elif self._live.recovery is not None and not window.is_open:
-            loss, named, output = self._live.recovery.attempt(partial(self._micro_batch, args, kwargs, weight))
-        else:
+            forms.check_loss(loss, (args, kwargs), in_eval=not self._live.parts.model.training)
+            forms.check_metrics(named, (args, kwargs))
+            self._window.open()
+            self._backward(loss, weight)
+        elif self._live.recovery is None or self._window.is_open:
             loss, named, output = self._micro_batch(args, kwargs, weight)
-        window.add(weight)
-        norm, flags = self._close(window.factor()) if window.is_full else (None, None)
+        else:
+            loss, named, output = self._live.recovery.attempt(partial(self._micro_batch, args, kwargs, weight))
+        norm, flags = self._close(self._window.factor()) if self._window.add(weight) else (None, None)
         return self._report(loss, named, output, norm, flags, weight)
 
     def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> tuple[Tensor, forms.Named, Any]:
         self._window.open()
         loss, named, output = self._batch_loss(args, kwargs)
-        self._backward(loss, self._window.share(weight))
+        self._backward(loss, weight)
         return loss, named, output
 
-    def _backward(self, loss: Tensor, share: float, *, retain_graph: bool = False, divided: bool = True) -> None:
+    def _backward(self, loss: Tensor, weight: float) -> None:
+        """The backward of a micro-batch's loss, divided by the window's size as a plain loop divides it."""
         if loss.dtype in _SIXTEEN_BITS and not self._live.exact:
             loss = loss.float()
+        share = self._window.share(weight)
         if share != 1.0:
             loss = loss * share
-        if divided and self._window.size != 1:
+        if self._window.size != 1:
             loss = loss / self._window.size
+        self._run_backward(loss)
+
+    def _run_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         try:
             torch.autograd.backward(self._live.parts.scaler.scale(loss), retain_graph=retain_graph)
         except BaseException as error:
@@ -161,7 +164,7 @@ class Step:
 
     def _train_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:
         """For optimizers such as LBFGS, which evaluate the loss of the same batch several times."""
-        if forms.is_loss(args):
+        if len(args) == 1 and forms.is_loss(args[0]):
             raise TypeError(forms.loss_for_closure(args, kwargs, self._optimizers[0]))
         first: list[Any] = []
 
@@ -186,10 +189,10 @@ class Step:
         For several losses with one update: `step.backward(a); step(b)` applies the sum of both gradients. Only `flush` and
         weights rescale it, with the rest of its window.
         """
-        forms.check_loss(loss, lambda: "step.backward(loss)", in_eval=not self._live.parts.model.training)
+        forms.check_loss(loss, ((loss,), {}, "step.backward"), in_eval=not self._live.parts.model.training)
         self._window.check()
         self._window.open()
-        self._backward(loss, 1.0, retain_graph=retain_graph, divided=False)
+        self._run_backward(loss, retain_graph)
         self._window.extra = True
         self._window.watch()
 

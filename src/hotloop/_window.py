@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,10 +28,6 @@ class Window:
     @property
     def is_open(self) -> bool:
         return self.count > 0 or self.extra
-
-    @property
-    def is_full(self) -> bool:
-        return self.count == self.size
 
     def open(self) -> None:
         """Drop what earlier losses left, unless the window is open already."""
@@ -64,12 +59,14 @@ class Window:
             self.reference = weight
         return weight / self.reference
 
-    def add(self, weight: float) -> None:
-        """A micro-batch's gradient is in."""
+    def add(self, weight: float) -> bool:
+        """A micro-batch's gradient is in; tells whether the window is full."""
         self.count += 1
         self.weight += weight / self.reference
-        if self.count < self.size:
-            self.watch()
+        if self.count == self.size:
+            return True
+        self.watch()
+        return False
 
     def factor(self, *, rescale: bool = True) -> float:
         """What the gradients must be multiplied with to be the weighted mean over what was really in the window.
@@ -98,9 +95,6 @@ class Window:
 def _drop_gradients(module: nn.Module) -> None:
     # By hand: `parameters()` and `zero_grad()` cost several times as much. Modules and parameters are looked up afresh, since
     # user code may replace them at any time.
-    if isinstance(module, torch.jit.ScriptModule):
-        module.zero_grad()
-        return
     for parameter in module._parameters.values():
         if parameter is not None:
             parameter.grad = None
