@@ -1,0 +1,159 @@
+"""Whole batches by one index: reading a `DataLoader` over tensors in memory without going item by item."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torch.utils.data._utils import collate
+
+from hotloop._transfer import send_tensor
+
+_CHUNK = 8192  # items whose index is made at a time: large enough to be cheap, small enough not to delay the first batch
+
+_Indexed = tuple[Tensor | None, list[Any]]  # the index of a batch, where it has one, and the items as the sampler gave them
+_ToIndex = Callable[[list[Any]], Tensor | None]
+
+
+def whole_batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """`iter(loader)`: the same batches and the same draws of random numbers, by whole batches where that is possible.
+
+    It is for a `TensorDataset`, or a `Subset` of one, with default collation and without workers. Any other loader gets its
+    own iterator.
+    """
+    # torch's own iterator draws the base seed, starts the batch sampler and warns, as it does in the version at hand. There
+    # is no public way to what it has started.
+    iterator = DataLoader.__iter__(loader)
+    started = getattr(iterator, "_sampler_iter", None)
+    pins = getattr(iterator, "_pin_memory", loader.pin_memory)
+    tensors = in_memory(loader)
+    if tensors is None or started is None or (pins and tensors[0].device.type != "cpu"):
+        return iterator
+    return _WholeBatches(loader, started, tensors, pins)
+
+
+def in_memory(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
+    """The tensors that a pass over `loader` takes rows of; None if it does anything else."""
+    dataset = _subsets(loader.dataset)[-1]
+    if type(dataset) is not TensorDataset or loader.num_workers or loader.batch_sampler is None:
+        return None
+    tensors = dataset.tensors
+    plain = not has_torch_function(tensors) and all(map(_is_plain, tensors)) and len({t.device for t in tensors}) == 1
+    return tensors if plain and _stacks(loader.collate_fn) else None
+
+
+def _subsets(dataset: Any) -> list[Any]:
+    """Subsets from the outermost inwards, and at last the dataset that they are taken of."""
+    chain = [dataset]
+    while type(chain[-1]) is Subset:
+        chain.append(chain[-1].dataset)
+    return chain
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # Stacking items would resolve a conjugate view, add a node to the graph, refuse a sparse or nested tensor.
+    odd = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested
+    return tensor.layout is torch.strided and not odd
+
+
+def _stacks(collate_fn: Any) -> bool:
+    # `default_collate` asks a table first, which its documentation invites the user to change.
+    table = collate.default_collate_fn_map
+    changed = table.get(Tensor) is not collate.collate_tensor_fn or any(issubclass(tuple, kind) for kind in table)
+    return collate_fn is default_collate and not changed
+
+
+class _WholeBatches(Iterator[Any]):
+    """One pass over a loader. As torch's own iterator it goes on after an error, with the next batch."""
+
+    def __init__(self, loader: DataLoader[Any], started: Iterator[Any], tensors: tuple[Tensor, ...], pins: bool) -> None:
+        self._loader = loader
+        self._tensors = tensors
+        self._pins = pins
+        self._device = tensors[0].device
+        self._subsets = _subsets(loader.dataset)[:-1]
+        batches = loader.batch_sampler
+        ahead = _readable_ahead(batches)
+        self._batches = _in_chunks(batches, self._index) if ahead else _one_by_one(started, self._index)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> list[Tensor]:
+        index, items = next(self._batches)
+        batch = None if index is None else self._rows(index)
+        if batch is None:
+            batch = self._loader.collate_fn([self._loader.dataset[item] for item in items])
+        return [tensor.pin_memory() for tensor in batch] if self._pins else batch
+
+    def _rows(self, index: Tensor) -> list[Tensor] | None:
+        try:
+            return [tensor.index_select(0, index) for tensor in self._tensors]
+        except Exception:
+            return None  # an index that counts from the end; or the dataset says itself what is wrong
+
+    def _index(self, items: list[Any]) -> Tensor | None:
+        try:
+            for subset in self._subsets:
+                items = list(map(subset.indices.__getitem__, items))
+            numbers = array("q", items)  # takes integers alone, and is five times faster to fill than a tensor
+            index = torch.frombuffer(numbers, dtype=torch.int64)
+            if self._device.type == "cpu":
+                return index
+            inside = min(numbers) >= 0 and max(numbers) < len(self._tensors[0])  # a GPU does not survive what is outside
+            return send_tensor(index, self._device) if inside else None
+        except Exception:
+            return None
+
+
+def _readable_ahead(batches: Any) -> bool:
+    """Whether nobody can tell, once the first number is drawn, how far ahead the sampler is read."""
+    if type(batches) is not BatchSampler:
+        return False
+    sampler = batches.sampler
+    if type(sampler) is RandomSampler:
+        return sampler.generator is None  # it draws from a generator of the user's during the pass, and once more at its end
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+def _in_chunks(batches: Any, to_index: _ToIndex) -> Iterator[_Indexed]:
+    size = batches.batch_size
+    numbers = chain.from_iterable(_runs(iter(batches.sampler)))
+    while items := list(islice(numbers, max(_CHUNK // size, 1) * size)):
+        if batches.drop_last:
+            del items[len(items) - len(items) % size :]
+        starts = range(0, len(items), size)
+        index = to_index(items)
+        parts: Iterable[Tensor | None] = repeat(None) if index is None else torch.split(index, size)
+        for start, part in zip(starts, parts, strict=False):
+            yield part, items[start : start + size]
+
+
+def _runs(numbers: Iterator[Any]) -> Iterator[Iterable[Any]]:
+    """The numbers again, in pieces: torch's samplers hand on a list, and reading that spares a generator's step a number."""
+    for first in numbers:
+        yield (first,)
+        yield getattr(numbers, "gi_yieldfrom", None) or numbers
+
+
+def _one_by_one(batches: Iterator[Any], to_index: _ToIndex) -> Iterator[_Indexed]:
+    for batch in batches:
+        items = list(batch)
+        yield to_index(items), items
