@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotloop._parts import Live, Parts
 from hotloop._tree import leaves, map_leaves, move_call
@@ -31,37 +33,49 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 
 def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], moved: bool) -> Any:
     parts = live.parts
-    keeps = live.in_step or parts.model.training
     try:
         if not moved:
             args, kwargs = move_call(args, kwargs, parts.device)
-        args, kwargs = parts.on_inputs(args, kwargs)
-        if keeps:
+        if live.in_step or parts.model.training:
+            # The flags that this sets stay set for the backward, which reads them; the step restores them.
+            args, kwargs = parts.on_inputs(args, kwargs)
             if parts.autocast.dtype is None:
+                return _finished(run(*args, **kwargs), live, parts, detach=False)
+            with parts.autocast():
                 output = run(*args, **kwargs)
-            else:
-                with parts.autocast():
-                    output = run(*args, **kwargs)
             return _finished(output, live, parts, detach=False)
-        with _inference(live, args, kwargs), parts.autocast():
-            output = run(*args, **kwargs)
-            return _finished(output, live, parts, detach=not torch.is_grad_enabled())
+        return _call_in_eval(run, live, parts, args, kwargs)
     except RuntimeError as error:
         explain_devices(error, live)
         raise
+
+
+def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = parts.flags.found()
+    try:
+        args, kwargs = parts.on_inputs(args, kwargs)
+        with _gradients(live, parts, args, kwargs), parts.autocast():
+            output = run(*args, **kwargs)
+            return _finished(output, live, parts, detach=not torch.is_grad_enabled())
     finally:
-        # A training call outside of a step leaves its flags to its backward, which reads them.
-        if not keeps:
-            parts.restore_flags()
+        parts.flags.put_back(found)
 
 
-def _inference(live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-    """What an eval-mode call runs in."""
-    if live.inference == "grad" or any(t.requires_grad for t in leaves((args, kwargs))):
+def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+    """What an eval-mode call runs in: gradients are off, unless one of its inputs asks for them."""
+    off = not torch.is_grad_enabled()
+    if live.inference == "grad" or (off and live.inference == "no_grad"):
         return _AS_IT_IS
-    if live.inference == "inference_mode":
-        return torch.inference_mode()
-    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+    if any(t.requires_grad for t in leaves((args, kwargs))) or _has_swapped_parameters(parts.model):
+        return _AS_IT_IS
+    return torch.no_grad() if live.inference == "no_grad" else torch.inference_mode()
+
+
+def _has_swapped_parameters(module: nn.Module) -> bool:
+    """Whether `torch.func.functional_call` has put its own tensors in the parameters' places: they are inputs as well."""
+    if any(p is not None and not isinstance(p, nn.Parameter) for p in module._parameters.values()):
+        return True
+    return any(child is not None and _has_swapped_parameters(child) for child in module._modules.values())
 
 
 def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
@@ -82,29 +96,33 @@ def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
 def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same call in a form that `torch.compile`, `export` and `jit.trace` can follow."""
     parts = live.parts
-    args, kwargs = _moved(args, parts.device), _moved(kwargs, parts.device)
+    args, kwargs = _traced_map(lambda t: t.to(parts.device), (args, kwargs))
     keeps = live.in_step or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
     if keeps or any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
         with parts.autocast():
-            return _as_float32(run(*args, **kwargs))
+            return _traced_map(_as_float32, run(*args, **kwargs))
     with torch.no_grad(), parts.autocast():
-        return _as_float32(run(*args, **kwargs))
+        return _traced_map(_as_float32, run(*args, **kwargs))
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor
+
+
+def _traced_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`map_leaves` in terms that dynamo can follow: without identities and copies."""
     if isinstance(value, Tensor):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)([_moved(v, device) for v in value])
-    return {k: _moved(v, device) for k, v in value.items()} if type(value) is dict else value
-
-
-def _as_float32(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in _SIXTEEN_BITS else value
-    if type(value) in (tuple, list):
-        return type(value)([_as_float32(v) for v in value])
-    return {k: _as_float32(v) for k, v in value.items()} if type(value) is dict else value
+        return function(value)
+    if isinstance(value, tuple | list):
+        items = [_traced_map(function, v) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return type(value)(**{k: _traced_map(function, v) for k, v in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: _traced_map(function, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
+    return value
 
 
 def explain_devices(error: RuntimeError, live: Live) -> None:

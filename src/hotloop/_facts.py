@@ -99,7 +99,7 @@ def _is_wide(parameter: torch.Tensor) -> bool:
     # 32 channels on; below that the casts cost more than the units save.
     if parameter.dim() < 2:
         return False
-    narrow = min(parameter.shape[0], parameter[0].numel())
+    narrow = min(parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1))
     return narrow >= (256 if parameter.dim() == 2 else 32)
 
 

@@ -38,13 +38,26 @@ def ignore(*_: object) -> None:
     """Nothing to do."""
 
 
+class NoFlags:
+    """Process-wide flags that a call sets, where it sets none."""
+
+    def found(self) -> Any:
+        """What holds now, to put back after a call that leaves nothing behind."""
+
+    def put_back(self, found: Any) -> None:
+        """Let hold again what a call found."""
+
+    def restore(self) -> None:
+        """Let hold again what the user had set."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """What a call and a step need. Every field but the first three is a null object until a transform fills it.
 
     `forward` is what a call runs in place of the module (a DDP wrapper); None means the module itself. `autocast` opens a
     region in the plan's precision. `scaler` is disabled unless the precision is float16. `on_inputs` sees the arguments of
-    each call once they are on the device; process-wide flags that it sets are put back by `restore_flags`.
+    each call once they are on the device; `flags` puts back what it sets for the whole process.
     `sync_gradients(False)` holds the ranks' exchange of gradients back.
     """
 
@@ -55,7 +68,7 @@ class Parts:
     autocast: Autocast = field(default_factory=Autocast)
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     on_inputs: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = keep_inputs
-    restore_flags: Callable[[], None] = ignore
+    flags: NoFlags = field(default_factory=NoFlags)
     sync_gradients: Callable[[bool], None] = ignore
 
 
@@ -86,7 +99,8 @@ class Live:
             exact=self.exact,
             methods=self.methods,
         )
-        made.moved_from, made.plan, made.recovery = self.moved_from, self.plan, None
+        made.moved_from, made.plan = self.moved_from, self.plan
+        made.recovery = None if self.recovery is None else self.recovery.copy(made)
         return made
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,10 @@ from hotloop._call import call
 from hotloop._parts import Live
 from hotloop._rebind import following
 
-_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__contains__")
+_SPECIAL = (
+    *("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__contains__"),
+    *("__enter__", "__exit__", "__aenter__", "__aexit__"),
+)
 
 # Methods that move parameters or replace them, and the floating dtype that they lead to.
 _DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
@@ -96,6 +99,12 @@ class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         result = _moving(method, proxy, args, kwargs) if name in _MOVING else method(*args, **kwargs)
         return proxy if result is method.__self__ else result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __copy__(self) -> Any:
+        return self.__wrapped__
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__wrapped__.__reduce_ex__(protocol)
 
@@ -115,19 +124,35 @@ def _moving(method: Callable[..., Any], proxy: ModelProxy, args: tuple[Any, ...]
 
 
 def _refuse_other_dtype(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    dtype = _DTYPES.get(name)
-    if name == "to":
-        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]  # what Module.to itself asks
-    elif name == "type":
-        wish = args[0] if args else kwargs["dst_type"]
-        dtype = wish if isinstance(wish, torch.dtype) else torch.empty(0).type(wish).dtype
-    floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if dtype is not None and floats - {dtype}:
+    changed = {str(old): str(new) for old, new in _conversions(name, module, args, kwargs) if old != new}
+    if changed:
+        olds, news = ", ".join(sorted(changed)), ", ".join(sorted(set(changed.values())))
         raise TypeError(
-            f"model.{name}(...) would turn {', '.join(sorted(map(str, floats - {dtype})))} parameters into {dtype}, but the "
-            "plan and the optimizer's state were made for them as they are: change the dtype of the plain module "
-            "(model.__wrapped__) and call optimize again"
+            f"model.{name}(...) would turn {olds} parameters into {news}, but the plan and the optimizer's state were made for "
+            "them as they are: change the dtype of the plain module (model.__wrapped__) and call optimize again"
         )
+
+
+def _conversions(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    """The dtypes of the floating parameters, before and after the method."""
+    parameters = {n: p.dtype for n, p in module.named_parameters() if p.is_floating_point()}
+    if name == "load_state_dict":
+        given = args[0] if args else kwargs.get("state_dict", {})
+        if kwargs.get("assign", len(args) > 2 and args[2]):
+            yield from ((parameters[n], v.dtype) for n, v in given.items() if n in parameters)
+        return
+    for dtype in set(parameters.values()):
+        if name == "_apply":
+            yield dtype, (args[0] if args else kwargs["fn"])(torch.empty(0, dtype=dtype)).dtype
+        elif name == "to":
+            yield dtype, torch._C._nn._parse_to(*args, **kwargs)[1] or dtype  # what Module.to itself asks
+        elif name == "type":
+            wish = args[0] if args else kwargs["dst_type"]
+            yield dtype, wish if isinstance(wish, torch.dtype) else torch.empty(0).type(wish).dtype
+        else:
+            yield dtype, _DTYPES.get(name, dtype)
 
 
 def wrap(module: nn.Module, live: Live) -> ModelProxy:
@@ -145,7 +170,9 @@ def _class_with(special: tuple[str, ...]) -> type[ModelProxy]:
 
 def _forwarding(name: str) -> Callable[..., Any]:
     def method(self: ModelProxy, *args: Any) -> Any:
-        return getattr(self.__wrapped__, name)(*args)
+        module = self.__wrapped__
+        result = getattr(module, name)(*args)
+        return self if result is module else result
 
     method.__name__ = name
     return method

@@ -28,6 +28,10 @@ class Recovery:
         self._choices = choices  # with what holds in its place
         self._proven: set[bool] = set()
 
+    def copy(self, live: Live) -> Recovery:
+        """For a copy of the model."""
+        return Recovery(live, list(self._choices))
+
     def attempt(self, run: Callable[[], T]) -> T:
         """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
         model = self._live.parts.model
@@ -82,7 +86,7 @@ class _Snapshot:
             self._module = None
         self._device = device
         self._on_device = None if self._module is None else self._module.get_rng_state(device)
-        self._buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
+        self._buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers() if not nn.parameter.is_lazy(b)]
 
     def restore(self) -> None:
         torch.set_rng_state(self._random)

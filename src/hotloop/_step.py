@@ -89,7 +89,7 @@ class Step:
         finally:
             for live in self._lives:
                 live.in_step = was_in_step
-                live.parts.restore_flags()
+                live.parts.flags.restore()
             if not enabled:
                 torch.set_grad_enabled(False)
 

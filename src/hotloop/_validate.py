@@ -155,11 +155,15 @@ def inference(wish: Any) -> None:
 
 def methods(names: Any, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """Names of methods that are called as forward is."""
+    if names is None or names is False:
+        return ()
     if isinstance(names, str):
         raise TypeError(f"optimize(..., methods={names!r}): methods is a tuple of names; write methods=({names!r},)")
+    if not isinstance(names, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"optimize(..., methods={names!r}): methods is a tuple of names; write methods=('encode', 'decode')")
     for name in names:
-        if not any(callable(getattr(module, str(name), None)) for module in modules):
-            raise ValueError(f"optimize(..., methods=({name!r},)): the model has no method of this name")
+        if not any(callable(getattr(module, name, None)) for module in modules):
+            raise ValueError(f"optimize(..., methods=({name!r},)): the model has no method of this name; name one that it has")
     return tuple(names)
 
 

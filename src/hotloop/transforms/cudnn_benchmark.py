@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotloop._facts import Facts
-from hotloop._parts import Parts
+from hotloop._parts import NoFlags, Parts
 from hotloop._plan import Decision
 from hotloop._tree import leaves
 
@@ -56,10 +56,10 @@ def _decision(choice: str, why: str, make: Callable[[], Fixed | ByShape]) -> Dec
         before, flag = parts.on_inputs, make()  # each model has its own credit
 
         def on_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            _set(flag(args, kwargs))
+            _choose(flag(args, kwargs))
             return before(args, kwargs)
 
-        return replace(parts, on_inputs=on_inputs, restore_flags=_restore)
+        return replace(parts, on_inputs=on_inputs, flags=_Flag())
 
     return Decision("cudnn_benchmark", choice, why, apply)
 
@@ -109,28 +109,26 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple([t.shape for t in leaves((args, kwargs))])
 
 
-# The flag is one for the whole process, and wrapped models may run inside each other and in several threads. What the user
-# had is remembered by whoever changes it first and put back by whoever is done first.
+# The flag is one for the whole process, and wrapped models may run inside each other and in several threads: whoever changes
+# it first remembers what the user had, and whoever is done first puts that back. A value that is not the one written last is
+# the user's own, set meanwhile.
 _lock = threading.Lock()
 _users_value: list[bool] = []
+_written = [False]
 
 
-def _set(value: bool) -> None:
+def _choose(value: bool) -> None:
     cudnn = torch.backends.cudnn
     value = value and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
-    if cudnn.benchmark == value:
+    found = cudnn.benchmark
+    if found == value:
         return
     with _lock:
         if not _users_value:
-            _users_value.append(cudnn.benchmark)
+            _users_value.append(found)
+        elif found != _written[0]:
+            _users_value[0] = found
         _write(value)
-
-
-def _restore() -> None:
-    if _users_value:
-        with _lock:
-            while _users_value:
-                _write(_users_value.pop())
 
 
 def _write(value: bool) -> None:
@@ -138,3 +136,23 @@ def _write(value: bool) -> None:
     # cuDNN itself off inside the block.
     with contextlib.suppress(RuntimeError):
         torch.backends.cudnn.benchmark = value
+        _written[0] = value
+
+
+class _Flag(NoFlags):
+    """The flag, as calls and steps find it and leave it."""
+
+    def found(self) -> bool:
+        return torch.backends.cudnn.benchmark
+
+    def put_back(self, found: bool) -> None:
+        if torch.backends.cudnn.benchmark != found:
+            with _lock:
+                _write(found)
+
+    def restore(self) -> None:
+        if _users_value:
+            with _lock:
+                value = _users_value.pop() if _users_value else _written[0]
+                if torch.backends.cudnn.benchmark == _written[0]:
+                    _write(value)

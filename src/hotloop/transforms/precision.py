@@ -89,9 +89,11 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
 def _decision(facts: Facts, choice: str, why: str) -> Decision:
     def apply(parts: Parts) -> Parts:
         parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES.get(choice)))
+        if facts.scaler is not None:
+            return replace(parts, scaler=facts.scaler)
         if choice != "fp16" or not parts.optimizers:
             return parts
-        return replace(parts, scaler=facts.scaler or torch.amp.GradScaler(parts.device.type))
+        return replace(parts, scaler=torch.amp.GradScaler(parts.device.type))
 
     def revert(parts: Parts) -> Parts:
         disabled = torch.amp.GradScaler(parts.device.type, enabled=False)
