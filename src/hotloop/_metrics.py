@@ -93,8 +93,8 @@ def _restored(names: list[str], values: list[Any], updated: bool, output: tuple[
 class Means:
     """Weighted sums of the metrics of many steps.
 
-    What is on the host is summed there. What is on a device waits, packed as it is, until a chunk of steps is summed by a
-    few operators; nothing is read before `sums`.
+    Steps wait until a chunk of them is summed: what has been read on the host, the rest on its device by a few operators.
+    Nothing is read from a device before `sums`.
     """
 
     def __init__(self) -> None:
@@ -104,12 +104,24 @@ class Means:
 
     def add(self, names: list[str], reading: Reading, weight: float) -> None:
         """Take in one step. Values of `reading` beyond the names are overflow flags: a skipped step does not count."""
-        if reading.packed is None or True in reading.known()[len(names) :]:
-            self._add_on_host(names, reading.known(), weight)
-            return
         self._waiting.append((names, reading, weight))
         if len(self._waiting) == _CHUNK:
             self._sum_waiting()
+
+    def _sum_waiting(self) -> None:
+        layouts: dict[Any, list[tuple[Reading, float]]] = {}
+        for names, reading, weight in self._waiting:
+            values = reading.known()
+            if reading.packed is None:
+                self._add_on_host(names, values, weight)
+            elif True not in values[len(names) :]:
+                flags = values[len(names) :].count(None)
+                layout = (tuple(names), reading.slots, reading.kinds, len(values), flags)
+                layouts.setdefault(layout, []).append((reading, weight))
+        self._waiting.clear()
+        for layout, rows in layouts.items():
+            summed = _weighted_sums(rows, flags=layout[4])
+            self._device[layout] = self._device[layout] + summed if layout in self._device else summed
 
     def _add_on_host(self, names: list[str], values: list[Any], weight: float) -> None:
         if any(values[len(names) :]):
@@ -118,20 +130,6 @@ class Means:
             total = self._host.setdefault(name, [0.0, 0.0])
             total[0] += value * weight
             total[1] += weight
-
-    def _sum_waiting(self) -> None:
-        layouts: dict[Any, list[tuple[Reading, float]]] = {}
-        for names, reading, weight in self._waiting:
-            if reading.packed is None:  # somebody has looked at it meanwhile
-                self._add_on_host(names, reading.values(), weight)
-            else:
-                flags = reading.known()[len(names) :].count(None)
-                layout = (tuple(names), reading.slots, reading.kinds, len(reading.known()), flags)
-                layouts.setdefault(layout, []).append((reading, weight))
-        self._waiting.clear()
-        for layout, rows in layouts.items():
-            summed = _weighted_sums(rows, flags=layout[4])
-            self._device[layout] = self._device[layout] + summed if layout in self._device else summed
 
     def sums(self) -> dict[str, list[Any]]:
         """`{name: [weighted sum, weight]}` of everything taken in. Waits for the device, with one transfer."""

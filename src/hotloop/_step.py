@@ -18,7 +18,7 @@ from hotloop._metrics import Means, Metrics
 from hotloop._parts import Live
 from hotloop._plan import Plan
 from hotloop._reading import Reading
-from hotloop._update import Update
+from hotloop._update import Update, first_not_finite
 from hotloop._window import Window
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -55,7 +55,7 @@ class Step:
         loss_fn = settings.loss_fn
         trained = [*models, loss_fn] if isinstance(loss_fn, nn.Module) else models
         self._window = Window(settings.accumulate, trained, optimizers)
-        self._ledger = Ledger(optimizers, schedulers, lambda: self._update.blame())
+        self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, models))
         self._update = Update(
             self._live,
             models,
@@ -137,8 +137,8 @@ class Step:
 
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
         """Apply the window."""
-        self._ledger.before_update()
         try:
+            self._ledger.before_update()
             norm, flags = self._update(factor)
         except BaseException:
             self._window.drop()

@@ -139,13 +139,14 @@ class Update:
             if applied is not None and any(p.grad is applied for p in _parameters(optimizer)):
                 self._on_foreign()
 
-    def blame(self) -> str:
-        """Names the first parameter with a gradient that is not finite. Reads gradients from the device."""
-        for model in self._models:
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None and not math.isfinite(parameter.grad.abs().max().item()):
-                    return f"the first parameter with a gradient that is not finite is {name!r}"
-        return "no gradient that is left is other than finite"
+
+def first_not_finite(models: Sequence[nn.Module]) -> str:
+    """Names the first parameter with a gradient that is not finite. Reads gradients from the device."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not math.isfinite(parameter.grad.abs().max().item()):
+                return f"the first parameter with a gradient that is not finite is {name!r}"
+    return "no gradient that is left is other than finite"
 
 
 def _issue(optimizer: Optimizer) -> None:
