@@ -1,0 +1,64 @@
+"""Programs that type checkers accept, with the types that they must see. Checked by mypy and pyright; never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+from hotloop import Metrics, Plan, optimize
+
+
+class Net(nn.Module):
+    vocabulary = 7
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Other(nn.Module):
+    def decode(self, x: Tensor) -> Tensor:
+        return x
+
+
+net = Net()
+adam = torch.optim.Adam(net.parameters())
+
+# The user's own class stays visible, with and without an optimizer.
+model, step = optimize(net, adam)
+assert_type(model, Net)
+assert_type(model.encode(torch.ones(1)), Tensor)
+assert_type(model.vocabulary, int)
+assert_type(optimize(net), Net)
+assert_type(optimize(net, precision="bf16", device=torch.device("cpu")), Net)
+
+result = optimize(net, adam, nn.CrossEntropyLoss(), clip_norm=1.0, accumulate=4, metrics={"loss2": lambda out, y: out.sum()})
+assert_type(result.model, Net)
+
+# Metrics are a mapping to floats.
+metrics = step(torch.ones(1), torch.ones(1), weight=3.0)
+assert_type(metrics, Metrics)
+assert_type(metrics["loss"], float)
+assert_type(float(metrics), float)
+assert_type(metrics.item(), float)
+assert_type(metrics.updated, bool)
+assert_type(step.plan, Plan)
+assert_type(dict(metrics), dict[str, float])
+
+# One optimizer, or several, over one model or several.
+pair, step = optimize([net, Net()], [adam])
+assert_type(pair, list[Net])
+mixed: list[nn.Module] = [net, Other()]
+several, step = optimize(mixed, adam)
+assert_type(several, list[nn.Module])
+
+
+def my_loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return output.sum(), {"accuracy": target.sum()}
+
+
+def build(make: Callable[[], Net]) -> Net:
+    model, _ = optimize(make(), adam, my_loss, scheduler=torch.optim.lr_scheduler.StepLR(adam, 1))
+    return model
