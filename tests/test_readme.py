@@ -75,4 +75,4 @@ def test_blocks_share_a_namespace_and_setup_is_run_but_not_counted() -> None:
 def test_a_wrong_block_fails_and_shows_its_line() -> None:
     with pytest.raises(AssertionError) as caught:
         run(EXAMPLE.format(5), "README.md")
-    assert caught.traceback[-1].lineno == 12 - 1  # counted from zero
+    assert caught.traceback[-1].lineno + 1 == 13
