@@ -1,0 +1,1 @@
+"""The wrapped loop against the plain loop: the same weights, to the last bit."""
