@@ -206,6 +206,15 @@ def test_waits_inside_torch_are_named_by_the_users_line() -> None:
     assert where == {(__file__, line_of(f"  # reads {what}")) for what in ("the loss", "whether a", "whether this")}
 
 
+def test_an_optimizer_that_reads_its_parameters_is_reported() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.Adafactor([weight])
+    weight.sum().backward()
+    with find_syncs() as syncs:
+        optimizer.step()
+    assert [s.op for s in syncs] == [".item()"]
+
+
 def test_a_backward_hook_has_its_own_line() -> None:
     weight = torch.ones((), requires_grad=True)
     weight.register_hook(lambda grad: grad * grad.item())
@@ -474,6 +483,24 @@ def test_a_backward_pass_on_the_devices_thread_is_seen() -> None:
 
 
 @pytest.mark.simgpu
+def test_a_wait_in_torchs_own_backward_is_named_by_the_line_that_calls_it() -> None:
+    values, where = on_device(x, mask)
+    loss = values.requires_grad_()[where].sum()
+    with find_syncs() as syncs:
+        loss.backward()  # of a selection by mask
+    line = line_of("loss.backward()  # of a selection")
+    assert [(s.op, s.count, s.file, s.line) for s in syncs] == [("index_put()", 1, __file__, line)]
+
+
+@pytest.mark.simgpu
+def test_positions_on_the_host_are_copied_with_a_wait() -> None:
+    values, positions = on_device(x, labels)
+    with find_syncs() as syncs:
+        values[positions], values[labels]
+    assert entries(syncs) == [("[...]", 1)]
+
+
+@pytest.mark.simgpu
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.Adam])
 def test_a_loop_on_an_accelerator(optimizer_type: Any) -> None:
     model = nn.Linear(4, 2).to(simgpu.NAME)
@@ -494,6 +521,16 @@ def test_metrics_from_an_accelerator_wait_once() -> None:
     with find_syncs() as syncs:
         metrics["loss"], metrics.item()
     assert entries(syncs) == [("metrics[...]", 1)]
+
+
+@pytest.mark.simgpu
+def test_a_mean_of_numbers_from_the_host_does_not_wait() -> None:
+    means = Means()
+    means.add(["loss"], Reading([0.5]), 1.0)
+    with find_syncs() as syncs:
+        torch.ones(1, device=simgpu.NAME)
+        means.sums()
+    assert entries(syncs) == []
 
 
 @pytest.mark.simgpu
