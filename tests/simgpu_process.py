@@ -76,7 +76,7 @@ class _Delegate:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "reports")
             file.touch()
-            command = [sys.executable, __file__, f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", *nodeids]
+            command = [sys.executable, __file__, f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-m", "", *nodeids]
             environment = {**os.environ, _REPORTS: str(file)}
             done = subprocess.run(command, cwd=config.rootpath, env=environment, capture_output=True, text=True, check=False)
             self.output = done.stdout + done.stderr
