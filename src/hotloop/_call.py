@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -116,12 +117,13 @@ def _traced_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, tuple | list):
         items = [_traced_map(function, v) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
+        return type(value)([(k, _traced_map(function, v)) for k, v in value.items()])
+    if isinstance(value, dict):  # such as transformers' ModelOutput, whose keys are its fields
         return type(value)(**{k: _traced_map(function, v) for k, v in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _traced_map(function, getattr(value, f.name)) for f in dataclasses.fields(value)}
-        )
+        changes = {f.name: _traced_map(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **changes)
     return value
 
 

@@ -66,6 +66,9 @@ class Step:
         )
         self._means = Means()
 
+    # Inside a compiled function of the user's, dynamo would trace into the step and compile the optimizer in its own way. (The
+    # public torch.compiler.disable is the same, but imports dynamo at once.)
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
     def __call__(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
         """Train on one batch, or on one loss; returns its metrics, which are read when they are looked at.
 

@@ -77,7 +77,7 @@ class Update:
             self._remember()
 
     def _scaled(self, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
-        # The scaler refuses an optimizer that none of the losses reached.
+        # The scaler refuses an optimizer that none of the losses reached; its own step has nothing to do then.
         reached = [o for o in self._optimizers if any(p.grad is not None for p in _parameters(o))]
         flags: dict[int, Any] = {}
         try:
@@ -85,9 +85,15 @@ class Update:
                 for optimizer in reached:
                     scaler.unscale_(optimizer)
             norm = self.finish_gradients()
-            for optimizer in reached:
-                scaler.step(optimizer)
-                flags[id(optimizer)] = self._flag(scaler, optimizer)
+            if self._clip_norm is not None and len(reached) > 1:
+                _share_overflow(scaler, reached)
+            for optimizer in self._optimizers:
+                if optimizer in reached:
+                    _make_momentum(optimizer)
+                    scaler.step(optimizer)
+                    flags[id(optimizer)] = self._flag(scaler, optimizer)
+                else:
+                    _issue(optimizer)
         except BaseException:
             scaler.update(scaler.get_scale())  # forget what was unscaled; the scale stays
             raise
@@ -99,7 +105,10 @@ class Update:
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return id(optimizer) not in self._stepped
         found = list(scaler._found_inf_per_device(optimizer).values())
-        return found[0] if len(found) == 1 else sum(f.to(found[0].device, non_blocking=True) for f in found)
+        if len(found) > 1:
+            return sum(f.to(found[0].device, non_blocking=True) for f in found)
+        # With several optimizers `scaler.update` adds them up in place.
+        return found[0] if len(self._optimizers) == 1 else found[0].clone()
 
     def finish_gradients(self) -> Tensor | None:
         """What happens between the last backward and the optimizer: the user's hook, then clipping."""
@@ -168,6 +177,27 @@ def _issue(optimizer: Optimizer) -> None:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     else:
         optimizer.step()
+
+
+def _share_overflow(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Let an overflow of one optimizer skip all: the joint norm is not finite then, and clipping has spoiled every gradient."""
+    found = [f for optimizer in optimizers for f in scaler._found_inf_per_device(optimizer).values()]
+    total = sum(f.to(found[0].device, non_blocking=True) for f in found)
+    for f in found:
+        f.copy_(total, non_blocking=True)
+
+
+def _make_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD its momentum buffers, as zeros, before its first step under a scaler.
+
+    torch leaves them uninitialised when that step overflows. With dampening zeros would not be what torch starts from.
+    """
+    if type(optimizer) is torch.optim.SGD:
+        for group in optimizer.param_groups:
+            if group["fused"] and group["momentum"] and not group["dampening"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
