@@ -7,24 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hotloop import _forms as forms
-from hotloop import _state
 from hotloop._batch_loss import BatchLoss, Settings
-from hotloop._ledger import Ledger
-from hotloop._metrics import Means, Metrics
+from hotloop._metrics import Metrics
 from hotloop._parts import Live
 from hotloop._plan import Plan
+from hotloop._progress import Progress
 from hotloop._reading import Reading
-from hotloop._update import Update, first_not_finite
-from hotloop._window import Window
+from hotloop._update import Update
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class Step:
+class Step(Progress):
     """One training step: `step(x, y)`, `step(batch)` or `step(loss)`.
 
     `step(x, y)` is exactly `step(loss_fn(model(x), y))`. Losses are divided by `accumulate`; every `accumulate`-th call closes
@@ -44,27 +42,17 @@ class Step:
         *,
         closure: bool,
     ) -> None:
-        self.plan = plan
-        self._lives = tuple(lives)
-        self._live = lives[0]
+        super().__init__(lives, optimizers, schedulers, plan, window=settings.accumulate, loss_fn=settings.loss_fn)
         self._batch_loss = BatchLoss(self._lives, settings)
-        self._optimizers = tuple(optimizers)
-        self._schedulers = tuple(schedulers)
         self._closure = closure
-        models = [live.parts.model for live in lives]
-        loss_fn = settings.loss_fn
-        trained = [*models, loss_fn] if isinstance(loss_fn, nn.Module) else models
-        self._window = Window(settings.accumulate, trained, optimizers)
-        self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, models))
         self._update = Update(
             self._live,
-            models,
-            optimizers,
+            self._models,
+            self._optimizers,
             clip_norm=settings.clip_norm,
             before_update=settings.before_update,
             on_foreign=self._ledger.foreign_update,
         )
-        self._means = Means()
 
     # Inside a compiled function of the user's, dynamo would trace into the step and compile the optimizer in its own way. (The
     # public torch.compiler.disable is the same, but imports dynamo at once.)
@@ -214,50 +202,3 @@ class Step:
         self._ledger.add(reading, len(flags))
         self._means.add(names, reading, 1.0)
         return True
-
-    @property
-    def updates(self) -> int:
-        """How many times the weights were changed. Waits for the device only where float16 may have skipped an update there."""
-        self._ledger.settle()
-        return self._ledger.updates
-
-    @property
-    def skipped(self) -> int:
-        """How many updates were skipped, since a gradient overflowed in float16. Waits as `updates` does."""
-        self._ledger.settle()
-        return self._ledger.skipped
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """The gradient scaler: the user's own if one was given; disabled unless the precision is float16."""
-        return self._live.parts.scaler
-
-    @property
-    def scale(self) -> float:
-        """The scale of float16 gradients, 1.0 in other precisions. Waits for the device."""
-        return self.scaler.get_scale()
-
-    def mean(self) -> dict[str, float]:
-        """The mean of every metric since the last call, over the steps in which it was present, skipped ones left out.
-
-        Weighted by `weight=` where it was given. Summed on the device; waits for it with one read.
-        """
-        sums = self._means.sums()
-        self._means = Means()
-        return {name: total / weight for name, (total, weight) in sums.items() if weight}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs besides the model and the optimizer, as plain data and tensors.
-
-        Keys: `version`, `scaler` (GradScaler's own dict), `schedulers`, `updates`, `skipped`, `window` (the open window with its
-        gradients by parameter name), `mean`. It loads with `torch.load(..., weights_only=True)`. Waits for the device.
-        """
-        return _state.of(self._memory())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`. Everything is checked first: a state that does not fit raises and changes nothing."""
-        _state.load(self._memory(), state)
-
-    def _memory(self) -> _state.Memory:
-        models = [live.parts.model for live in self._lives]
-        return _state.Memory(models, self._optimizers, self._schedulers, self.scaler, self._window, self._ledger, self._means)

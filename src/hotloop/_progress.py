@@ -1,0 +1,92 @@
+"""What a step remembers between its calls, and what it tells of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hotloop import _state
+from hotloop._ledger import Ledger
+from hotloop._metrics import Means
+from hotloop._parts import Live
+from hotloop._plan import Plan
+from hotloop._update import first_not_finite
+from hotloop._window import Window
+
+
+class Progress:
+    """The open window, the outcome of the updates, the means: counted, read late, saved and restored."""
+
+    def __init__(
+        self,
+        lives: Sequence[Live],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        plan: Plan,
+        *,
+        window: int,
+        loss_fn: Any,
+    ) -> None:
+        self.plan = plan
+        self._lives = tuple(lives)
+        self._live = lives[0]
+        self._optimizers = tuple(optimizers)
+        self._schedulers = tuple(schedulers)
+        self._models = [live.parts.model for live in lives]
+        trained = [*self._models, loss_fn] if isinstance(loss_fn, nn.Module) else self._models
+        self._window = Window(window, trained, optimizers)
+        self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, self._models))
+        self._means = Means()
+
+    @property
+    def updates(self) -> int:
+        """How many times the weights were changed. Waits for the device only where float16 may have skipped an update there."""
+        self._ledger.settle()
+        return self._ledger.updates
+
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped, since a gradient overflowed in float16. Waits as `updates` does."""
+        self._ledger.settle()
+        return self._ledger.skipped
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The gradient scaler: the user's own if one was given; disabled unless the precision is float16."""
+        return self._live.parts.scaler
+
+    @property
+    def scale(self) -> float:
+        """The scale of float16 gradients, 1.0 in other precisions. Waits for the device."""
+        return self.scaler.get_scale()
+
+    def mean(self) -> dict[str, float]:
+        """The mean of every metric since the last call, over the steps in which it was present, skipped ones left out.
+
+        Weighted by `weight=` where it was given. Summed on the device; waits for it with one read.
+        """
+        sums = self._means.sums()
+        self._means = Means()
+        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs besides the model and the optimizer, as plain data and tensors.
+
+        Keys: `version`, `scaler` (GradScaler's own dict), `schedulers`, `updates`, `skipped`, `running_skips`, `window` (the
+        open window with its gradients by parameter name) and `mean`. It loads with `torch.load(..., weights_only=True)`.
+        Waits for the device.
+        """
+        return _state.of(self._memory())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Everything is checked first: a state that does not fit raises and changes nothing."""
+        _state.load(self._memory(), state)
+
+    def _memory(self) -> _state.Memory:
+        held = (self.scaler, self._window, self._ledger, self._means)
+        return _state.Memory(self._models, self._optimizers, self._schedulers, *held)
