@@ -63,10 +63,10 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run with so many threads. Timings of tiny models are unusable with two where anything else runs."""
+def one_thread() -> Iterator[None]:
+    """Run with one thread: with more, processes on the same cores wait for each other, and take up to ten times as long."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

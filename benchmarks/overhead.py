@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import loops
 from benchmarks.loops import Loop
-from benchmarks.measure import assert_close, counted, interleave, table, threads, write
+from benchmarks.measure import assert_close, counted, interleave, one_thread, table, write
 from benchmarks.workloads import WORKLOADS, Workload
 from hotloop import optimize
 
@@ -90,7 +90,7 @@ def measure(workload: Workload, make_bare: Any, make_wrapped: Any) -> dict[str, 
 
 def main() -> None:
     workload = WORKLOADS["tiny MLP"]
-    with threads(workload.threads):
+    with one_thread():
         results = {name: measure(workload, *pair) for name, pair in PAIRS.items()}
     print(table(results))
     print(write("overhead", {"workload": workload.name, "a step": results}))

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import loops
 from benchmarks.loops import Loop
-from benchmarks.measure import assert_close, interleave, summary, table, threads, write
+from benchmarks.measure import assert_close, interleave, one_thread, summary, table, write
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROUNDS = {"tiny MLP": 60, "tabular MLP": 20, "ResNet-like": 6, "GPT-like": 12, "LSTM": 20}
@@ -110,7 +110,7 @@ SAME_AS_NAIVE = ("Accelerate", "Fabric", "Ignite", "torchtnt")
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, dict[str, float]]:
-    with threads(workload.threads):
+    with one_thread():
         made = {name: make(workload) for name, make in LOOPS.items()}
         for loop in made.values():
             loop.run()

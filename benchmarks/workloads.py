@@ -23,7 +23,6 @@ class Workload:
     name: str
     model: Callable[[], nn.Module]
     data: Callable[[], list[Batch]]
-    threads: int = 2
     steps: int = 1  # in one timed call, so that a call is long against the clock's grain
     loss_fn: Callable[..., Tensor] = F.cross_entropy
 
@@ -157,7 +156,7 @@ def images_of_many_sizes() -> list[Batch]:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("tiny MLP", lambda: mlp(32, 64, 10), lambda: classification(32, 32), threads=1, steps=50),
+        Workload("tiny MLP", lambda: mlp(32, 64, 10), lambda: classification(32, 32), steps=50),
         Workload("tabular MLP", lambda: mlp(64, 1024, 1024, 128, 10), lambda: classification(128, 64), steps=5),
         Workload("ResNet-like", lambda: resnet(64, 64, 128, 128, 256, 256), lambda: classification(64, 3, 32, 32)),
         Workload("UNet-like", UNet, segmentation, steps=2),
