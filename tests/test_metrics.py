@@ -1,0 +1,248 @@
+"""What a step returns, and the means over many of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import simgpu
+from hotloop import Metrics
+from hotloop._metrics import Means
+from hotloop._reading import Reading
+
+
+def metrics(values=None, *, flags=(), device="cpu", **options):
+    values = {"loss": 0.5, "hits": 3} if values is None else values
+    tensors = [torch.tensor(v).to(device) for v in (*values.values(), *flags)]
+    return Metrics(list(values), Reading(tensors), **options)
+
+
+class TestMetrics:
+    def test_a_mapping_of_exact_numbers(self):
+        """W8: nothing but Python numbers comes out, by whichever way."""
+        m = metrics()
+        assert isinstance(m, Mapping)
+        assert dict(m) == {**m} == {"loss": 0.5, "hits": 3} == m
+        assert [type(v) for v in m.values()] == [float, int]
+        assert list(m.items()) == [("loss", 0.5), ("hits", 3)]
+        assert list(m) == ["loss", "hits"]
+        assert (len(m), m.get("other"), "hits" in m, "other" in m) == (2, None, True, False)
+
+    def test_what_is_done_with_a_loss(self):
+        m = metrics()
+        assert json.dumps(dict(m)) == '{"loss": 0.5, "hits": 3}'
+        assert torch.tensor(m["loss"]).item() == 0.5
+        assert (lambda loss, hits: loss + hits)(**m) == 3.5
+
+    @pytest.mark.parametrize("read", [float, lambda m: m.item(), lambda m: m["loss"]], ids=["float", "item", "index"])
+    def test_it_stands_for_the_loss(self, read):
+        value = read(metrics({"hits": 3, "loss": 0.25}))
+        assert type(value) is float
+        assert value == 0.25
+
+    @pytest.mark.parametrize("spec", ["", ".3f", "8.1e", "%"])
+    def test_format_is_that_of_the_loss(self, spec):
+        assert format(metrics(), spec) == format(0.5, spec)
+
+    def test_a_running_mean_by_hand_is_a_float(self):
+        """S8"""
+        average = 0.0
+        for _ in range(100):
+            average = 0.9 * average + 0.1 * metrics()["loss"]
+        assert type(average) is float
+
+    def test_a_name_that_is_not_there(self):
+        with pytest.raises(KeyError, match=r"'accuracy'.*loss, hits"):
+            metrics()["accuracy"]
+
+    def test_it_cannot_be_changed(self):
+        m = metrics()
+        with pytest.raises(TypeError):
+            m["loss"] = 1.0
+        with pytest.raises(AttributeError):
+            m.loss = 1.0
+        dict(m)["loss"] = 1.0
+        assert m["loss"] == 0.5
+
+    def test_repr_shows_the_numbers(self):
+        assert repr(metrics()) == "{'loss': 0.5, 'hits': 3}"
+
+    @pytest.mark.parametrize("again", [lambda m: pickle.loads(pickle.dumps(m)), copy.copy, copy.deepcopy])
+    def test_a_copy_is_as_it_was(self, again):
+        m = again(metrics(flags=[True], updated=True, output=(torch.ones(2),)))
+        assert type(m) is Metrics
+        assert m == {"loss": 0.5, "hits": 3}
+        assert (m.updated, m.skipped, m.output.tolist()) == (True, True, [1.0, 1.0])
+
+    @pytest.mark.parametrize(("flags", "skipped"), [([], False), ([False], False), ([True], True), ([0.0, 1.0], True)])
+    def test_flags_behind_the_names_tell_that_the_update_was_skipped(self, flags, skipped):
+        m = metrics(flags=flags)
+        assert m.skipped is skipped
+        assert list(m) == ["loss", "hits"]
+
+    @pytest.mark.parametrize("updated", [True, False])
+    def test_updated(self, updated):
+        assert metrics(updated=updated).updated is updated
+
+    def test_an_output_that_was_not_kept(self):
+        with pytest.raises(AttributeError, match=r"metrics\.output.*keep_output=True"):
+            metrics().output  # noqa: B018
+        assert metrics(output=(None,)).output is None
+
+    @pytest.mark.simgpu
+    @pytest.mark.parametrize(
+        "look",
+        [
+            list,
+            len,
+            lambda m: m.updated,
+            lambda m: "loss" in m,
+            lambda m: "other" in m,
+            lambda m: m.get("other"),
+            lambda m: m.keys(),
+        ],
+        ids=["names", "len", "updated", "in", "not in", "get", "keys"],
+    )
+    def test_nothing_but_a_value_waits(self, look):
+        m = metrics(device=simgpu.NAME)
+        simgpu.counts.clear()
+        look(m)
+        assert simgpu.host_waits() == 0
+        assert m["loss"] == 0.5
+        assert simgpu.host_waits() == 1
+
+
+def mean(means):
+    return {name: total / weight for name, (total, weight) in means.sums().items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(simgpu.NAME, marks=pytest.mark.simgpu)])
+class TestMeans:
+    def add(self, means, device, values, weight=1.0, flags=(), numbers=()):
+        """One step with these values as tensors on the device, and `numbers` as they are."""
+        tensors = [torch.tensor(v).to(device) for v in values.values()]
+        reading = Reading([*tensors, *numbers, *(torch.tensor(f).to(device) for f in flags)])
+        means.add([*values, *(f"number {i}" for i in range(len(numbers)))], reading, weight)
+        return reading
+
+    @pytest.mark.parametrize("steps", [1, 63, 64, 65, 200])
+    def test_over_any_number_of_steps(self, device, steps):
+        means = Means()
+        for i in range(steps):
+            self.add(means, device, {"loss": float(i), "hits": i, "good": i % 2 == 0})
+        assert mean(means) == {"loss": (steps - 1) / 2, "hits": (steps - 1) / 2, "good": (steps + 1) // 2 / steps}
+
+    def test_weighted(self, device):
+        means = Means()
+        self.add(means, device, {"loss": 1.0}, 3.0)
+        self.add(means, device, {"loss": 5.0}, 1.0)
+        assert mean(means) == {"loss": 2.0}
+
+    def test_over_the_steps_in_which_it_was_present(self, device):
+        means = Means()
+        for i in range(70):
+            self.add(means, device, {"loss": 1.0} if i % 7 else {"loss": 1.0, "grad_norm": float(i)})
+        assert mean(means) == {"loss": 1.0, "grad_norm": sum(range(0, 70, 7)) / 10}
+
+    @pytest.mark.parametrize("flag", [bool, float], ids=["bool", "float"])
+    def test_skipped_steps_are_left_out(self, device, flag):
+        means = Means()
+        for i in range(70):
+            skipped = i % 10 == 3
+            self.add(means, device, {"loss": math.nan if skipped else float(i)}, flags=[flag(skipped), flag(False)])
+        kept = [i for i in range(70) if i % 10 != 3]
+        assert mean(means) == {"loss": sum(kept) / len(kept)}
+
+    @pytest.mark.parametrize("number", [3, True, 2.5, 1 + 2j, 2**70])
+    def test_python_numbers(self, device, number):
+        """Numbers that were never on the device are summed beside those that were."""
+        means = Means()
+        for _ in range(70):
+            self.add(means, device, {"loss": 1.0}, numbers=[number])
+        assert mean(means) == {"loss": 1.0, "number 0": number}
+
+    def test_complex_values(self, device):
+        means = Means()
+        for z in (1 + 2j, 3 + 0j):
+            self.add(means, device, {"z": z})
+        assert mean(means) == {"z": 2 + 1j}
+
+    def test_what_somebody_has_looked_at_counts_once(self, device):
+        means = Means()
+        for i in range(10):
+            reading = self.add(means, device, {"loss": float(i)}, flags=[float(i == 9)])
+            if i % 3 == 0:
+                reading.values()
+        assert mean(means) == {"loss": 4.0}
+
+    def test_restored_they_go_on(self, device):
+        means, resumed = Means(), Means()
+        for i in range(100):
+            self.add(means, device, {"loss": float(i)})
+        self.add(resumed, device, {"loss": 777.0})
+        resumed.restore(copy.deepcopy(means.sums()))
+        for each in (means, resumed):
+            self.add(each, device, {"loss": 300.0}, 2.0)
+        assert means.sums() == resumed.sums() == {"loss": [4950.0 + 600.0, 102.0]}
+
+    def test_sums_can_be_asked_for_twice(self, device):
+        means = Means()
+        for i in range(70):
+            self.add(means, device, {"loss": float(i)})
+        first = means.sums()
+        first["loss"][0] = 0.0
+        assert means.sums() == {"loss": [2415.0, 70.0]}
+
+
+@pytest.mark.simgpu
+def test_means_wait_once_however_many_steps():
+    means = Means()
+    simgpu.counts.clear()
+    for i in range(150):
+        means.add(["loss", "hits"], Reading([torch.tensor(v).to(simgpu.NAME, non_blocking=True) for v in (float(i), i)]), 1.0)
+    assert simgpu.host_waits() == 0
+    assert mean(means) == {"loss": 74.5, "hits": 74.5}
+    assert simgpu.host_waits() == 1
+
+
+@pytest.mark.simgpu
+def test_means_keep_no_step_alive_for_ever():
+    """A reading per step would grow for as long as nobody asks for the mean."""
+    means = Means()
+    readings = []
+    for _ in range(1000):
+        readings.append(Reading([torch.ones((), device=simgpu.NAME)]))
+        means.add(["loss"], readings[-1], 1.0)
+    held = len(means._waiting)
+    assert held <= 64
+
+
+STEP = st.tuples(
+    st.sets(st.sampled_from(["loss", "accuracy", "hits"])),
+    st.floats(-1e6, 1e6),
+    st.floats(0.0, 100.0),
+    st.booleans(),
+)
+
+
+@given(st.lists(STEP, max_size=150))
+def test_means_are_what_a_list_of_all_values_gives(steps):
+    means, kept = Means(), {}
+    for names, value, weight, skipped in steps:
+        flags = [torch.tensor(skipped)]
+        means.add(sorted(names), Reading([torch.tensor(value, dtype=torch.float64)] * len(names) + flags), weight)
+        for name in [] if skipped else names:
+            kept.setdefault(name, []).append((value, weight))
+    sums = means.sums()
+    assert sums.keys() == kept.keys()
+    for name, pairs in kept.items():
+        assert math.isclose(sums[name][0], math.fsum(v * w for v, w in pairs), rel_tol=1e-9, abs_tol=1e-3)
+        assert math.isclose(sums[name][1], math.fsum(w for _, w in pairs), rel_tol=1e-9)
