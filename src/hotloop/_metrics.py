@@ -42,6 +42,9 @@ class Metrics(Mapping[str, float]):
         value: float = self._reading.values()[index]
         return value
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -116,7 +119,8 @@ class Means:
                 self._add_on_host(names, values, weight)
             elif True not in values[len(names) :]:
                 flags = values[len(names) :].count(None)
-                layout = (tuple(names), reading.slots, reading.kinds, len(values), flags)
+                on_host = tuple((i, isinstance(v, complex)) for i, v in enumerate(values) if i not in reading.slots)
+                layout = (tuple(names), reading.slots, reading.kinds, on_host, flags)
                 layouts.setdefault(layout, []).append((reading, weight))
         self._waiting.clear()
         for layout, rows in layouts.items():
@@ -139,16 +143,15 @@ class Means:
             return total
         device = next(iter(self._device.values())).device
         words = iter(torch.cat([sums.to(device) for sums in self._device.values()]).cpu().tolist())
-        for (names, slots, kinds, width, _), sums in self._device.items():
-            row: list[Any] = [None] * width
-            for slot, kind in zip(slots, kinds, strict=True):
-                row[slot] = join(words, kind, sums.dtype)
-            for slot in set(range(width)) - set(slots):
-                row[slot] = next(words)
+        for (names, slots, kinds, on_host, _), sums in self._device.items():
+            row: dict[int, Any] = {i: join(words, kind, sums.dtype) for i, kind in zip(slots, kinds, strict=True)}
+            row.update(
+                (i, join(words, torch.complex128 if is_complex else sums.dtype, sums.dtype)) for i, is_complex in on_host
+            )
             weight = next(words)
-            for name, value in zip(names, row, strict=False):
+            for i, name in enumerate(names):
                 pair = total.setdefault(name, [0.0, 0.0])
-                pair[0] += value
+                pair[0] += row[i]
                 pair[1] += weight
         return total
 
@@ -165,7 +168,7 @@ def _weighted_sums(rows: list[tuple[Reading, float]], flags: int) -> Tensor:
     device = packs[0].device
     with torch.no_grad():
         block = torch.stack(packs).to(wide(device))
-        host = [[v for i, v in enumerate(r.known()) if i not in r.slots] + [1.0] for r, _ in rows]
+        host = [[*_host_words(reading), 1.0] for reading, _ in rows]
         # Copies to the device from a temporary do not wait for it.
         known = torch.tensor(host, dtype=block.dtype).to(device, non_blocking=True)
         weights = torch.tensor([[w] for _, w in rows], dtype=block.dtype).to(device, non_blocking=True)
@@ -174,3 +177,9 @@ def _weighted_sums(rows: list[tuple[Reading, float]], flags: int) -> Tensor:
             skipped = block[:, -flags:].any(dim=1, keepdim=True)
             words = torch.where(skipped, torch.zeros_like(words), words)
         return (words * weights).sum(dim=0)
+
+
+def _host_words(reading: Reading) -> Iterator[float]:
+    for i, value in enumerate(reading.known()):
+        if i not in reading.slots:
+            yield from (value.real, value.imag) if isinstance(value, complex) else (value,)

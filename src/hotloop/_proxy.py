@@ -162,9 +162,11 @@ def wrap(module: nn.Module, live: Live) -> ModelProxy:
 
 @functools.cache
 def _class_with(special: tuple[str, ...]) -> type[ModelProxy]:
-    # The proxy's base has these two whatever it wraps; None is Python's way to take a method away, and makes
+    # The proxy's base has `len` and `in` whatever it wraps; None is Python's way to take a method away, and makes
     # `isinstance(model, Sized)` False. The base's indexing raises as it should, and None there would make `iter` succeed.
-    body: dict[str, Any] = {"__len__": None, "__contains__": None, **{name: _forwarding(name) for name in special}}
+    body: dict[str, Any] = {"__len__": None, **{name: _forwarding(name) for name in special}}
+    if not {"__iter__", "__getitem__", "__contains__"} & set(special):
+        body["__contains__"] = None
     return type(ModelProxy.__name__, (ModelProxy,), {**body, "__module__": __name__})
 
 

@@ -37,9 +37,13 @@ def models(given: Any) -> list[nn.Module]:
                 "optimize(model, ...): this model is wrapped already, and would be moved and cast twice; pass the plain module, "
                 "model.__wrapped__, to wrap it anew"
             )
-    if len({id(m) for m in found}) < len(found):
-        raise ValueError("optimize([...], ...): the same model is in the list twice; name each once")
+    _each_once(found, "optimize([...], ...)", "model")
     return found
+
+
+def _each_once(found: Sequence[Any], call: str, what: str) -> None:
+    if len({id(thing) for thing in found}) < len(found):
+        raise ValueError(f"{call}: the same {what} is in the list twice; name each once")
 
 
 def optimizers(given: Any, modules: Sequence[nn.Module], loss_fn: Any) -> list[Optimizer]:
@@ -47,6 +51,7 @@ def optimizers(given: Any, modules: Sequence[nn.Module], loss_fn: Any) -> list[O
     found = list(given) if isinstance(given, list | tuple) else [given]
     if not found:
         raise ValueError("optimize(model, []): there is no optimizer; pass one, or write optimize(model) for inference")
+    _each_once(found, "optimize(model, [...])", "optimizer")
     own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
     for optimizer in found:
         name = type(optimizer).__name__
@@ -74,6 +79,7 @@ def optimizers(given: Any, modules: Sequence[nn.Module], loss_fn: Any) -> list[O
 def schedulers(given: Any, found: Sequence[Optimizer]) -> list[Any]:
     """The schedulers, each of one of these optimizers."""
     result = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    _each_once(result, "optimize(..., scheduler=[...])", "scheduler")
     for scheduler in result:
         name = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau):
