@@ -51,7 +51,7 @@ def whole_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def in_memory(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
     """The tensors that a pass over `loader` takes rows of; None if it does anything else."""
-    dataset = _subsets(loader.dataset)[-1]
+    dataset = subsets(loader.dataset)[-1]
     if type(dataset) is not TensorDataset or loader.num_workers or loader.batch_sampler is None:
         return None
     tensors = dataset.tensors
@@ -59,7 +59,7 @@ def in_memory(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
     return tensors if plain and _stacks(loader.collate_fn) else None
 
 
-def _subsets(dataset: Any) -> list[Any]:
+def subsets(dataset: Any) -> list[Any]:
     """Subsets from the outermost inwards, and at last the dataset that they are taken of."""
     chain = [dataset]
     while type(chain[-1]) is Subset:
@@ -88,7 +88,7 @@ class _WholeBatches(Iterator[Any]):
         self._tensors = tensors
         self._pins = pins
         self._device = tensors[0].device
-        self._subsets = _subsets(loader.dataset)[:-1]
+        self._subsets = subsets(loader.dataset)[:-1]
         batches = loader.batch_sampler
         ahead = _readable_ahead(batches)
         self._batches = _in_chunks(batches, self._index) if ahead else _one_by_one(started, self._index)
