@@ -70,6 +70,7 @@ class _Delegate:
         for report in self._reports_of(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        item.session._setupstate.teardown_exact(nextitem)  # of modules and classes that earlier tests have set up here
         return True
 
     def _run(self, nodeids: list[str], config: pytest.Config) -> dict[str, list[dict[str, Any]]]:
