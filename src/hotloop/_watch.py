@@ -159,6 +159,7 @@ _BACKWARD = (Tensor.backward, torch.autograd.grad)
 _OWN = sys._getframe().f_code.co_filename
 _HOTLOOP = os.path.dirname(_OWN) + os.sep
 _FINDER = (_OWN, f"{_HOTLOOP}_syncs.py")
+_PLAIN_LOOP = f"{_HOTLOOP}_loops.py"  # stands for a user's
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOADERS = (os.path.join(_TORCH, "utils", "data", ""), f"{_HOTLOOP}_loading.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -171,7 +172,7 @@ def _owner(frame: FrameType) -> str:
     if file.startswith(_TORCH):
         return "torch"
     if file.startswith(_HOTLOOP):
-        return "hotloop"
+        return "user" if file == _PLAIN_LOOP else "hotloop"
     if any(folder in file for folder in _PACKAGES):
         return "package"
     return "python" if file.startswith(_PYTHON) else "user"
