@@ -414,7 +414,7 @@ CALLS = {
     "an output with loss": (None, lambda s, m: s({"loss": m(X).sum()}), TypeError, r"write step\(outputs\.loss\)"),
     "too many": (ANY, lambda s, m: s(X, X, Y), TypeError, WRITTEN + r".*forward takes \(input\)"),
     "unknown keyword": (ANY, lambda s, m: s(X, Y, mask=X), TypeError, r"mask=.*forward takes \(input\)"),
-    "backward of a vector": (None, lambda s, m: s.backward(m(X).sum(1)), ValueError, r"step\.backward\(<tensor \(5,\)>\): .*shape"),
+    "backward of a vector": (None, lambda s, m: s.backward(m(X).sum(1)), ValueError, r"backward\(<tensor \(5,\)>\): .*shape"),
     "backward of a detached": (None, lambda s, m: s.backward(m(X).sum().detach()), RuntimeError, r"does not require grad"),
     "backward of None": (None, lambda s, m: s.backward(None), TypeError, r"step\.backward\(<NoneType>\): the loss is"),
 }  # fmt: skip
