@@ -239,11 +239,15 @@ def test_batches_run_out() -> None:
     refusing(ValueError, "ran out after 0", make, [])
 
 
+def test_a_batch_that_does_not_fit_is_explained_by_the_step() -> None:
+    refusing(TypeError, "with a loss_fn the last argument is the target", make, [torch.randn(4, 4)])
+
+
 def test_an_iterator_that_is_long_enough_will_do() -> None:
     assert len(compare(make, iter(batches(8)), steps=3).plain.losses) == 8
 
 
-@pytest.mark.parametrize(("call", "where"), [(2, "plain loop is nan at step 2"), (6, "wrapped loop is nan at step 3")])
+@pytest.mark.parametrize(("call", "where"), [(2, "wrapped loop is nan at step 2"), (6, "plain loop is nan at step 3")])
 def test_a_loss_that_is_not_finite(call: int, where: str) -> None:
     calls: list[None] = []  # the first turn is three steps of each loop
 

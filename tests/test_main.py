@@ -89,7 +89,7 @@ MISTAKES = {
     "no batches": (["training_script:make", "--batches", "loader"], "has no 'loader'; write `loader = DataLoader(...)`"),
     "nothing made": (["training_script:make_nothing"], "make() returned (NoneType)"),
     "built once": (["training_script:make_once"], "the same model or optimizer twice"),
-    "not finite": (["training_script:make_diverging"], "the loss of the plain loop is"),
+    "not finite": (["training_script:make_diverging"], "loop is"),
     "batches run out": (["training_script:make", "--steps", "9", "--batches", "more_batches"], "the batches ran out after"),
     "steps": (["training_script:make", "--steps", "0"], "steps=0): steps is how many"),
     "no folder for the report": (

@@ -84,7 +84,7 @@ def compare(make: Callable[[], Any], batches: Iterable[Any], *, steps: int = 100
 def _run(loops: tuple[Loop, Loop], batches: _Batches, steps: int) -> None:
     for measure, count in ((Loop.train, _WARM_UP - 2), (Loop.measure_memory, 1), (Loop.count_syncs, 1)):
         chunk = batches.take(count)
-        for loop in loops:
+        for loop in reversed(loops):  # a step explains what is wrong with a batch, a plain loop does not
             measure(loop, chunk)
     length = max(1, steps // _TURNS)
     for turn, first in enumerate(range(0, steps, length)):
