@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -43,41 +42,44 @@ class Cost:
 def measure(loader: DataLoader[Any], generators: Sequence[Any] = ()) -> Cost:
     """Read three to nine items: no more than three if they are slow, no more than 50 ms of them if they are not.
 
+    Of a data set that reads many items together, some more are read, in the same time.
     What they draw at random, from the global states or from `generators`, is put back. What they raise is raised.
     """
     count = len(loader.dataset)  # type: ignore[arg-type]
     if not count:
         raise ValueError("the data set is empty")
-    wanted = 2 * _MOST_ITEMS + 1
-    indices = iter([i * count // wanted for i in range(wanted)])
+    size = _batch_size(loader, count)
     with _random_states_kept(generators):
         # The first opens files, imports modules, fills caches: that is not what an item costs.
-        first, _, _ = _read(loader.dataset, islice(indices, 1))
+        first, seconds, _ = _read(loader.dataset, [0])
         _collated(loader, first)
-        items, item, _ = _read(loader.dataset, indices)
+        most = _MOST_ITEMS
+        if hasattr(loader.dataset, "__getitems__"):  # what an item costs depends on how many are read together
+            most = max(most, min(size, int(_BUDGET / seconds)))
+        indices = [i * count // (2 * most + 1) for i in range(1, 2 * most + 1)]
+        items, item, _ = _read(loader.dataset, indices[::2])
         with _one_thread():
-            _, worker_item, busy = _read(loader.dataset, indices)
+            _, worker_item, busy = _read(loader.dataset, indices[1::2])
             start = time.perf_counter()
             batch = _collated(loader, items)
             collation = time.perf_counter() - start
-    size = _batch_size(loader, count)
     scale = size / (1 if loader.batch_sampler is None else len(items))
     size_in_bytes = int(scale * sum(leaf.nbytes for leaf in leaves(batch)))
     return Cost(item, worker_item, busy, scale * collation, size, batch, size_in_bytes)
 
 
-def _read(dataset: Any, indices: Iterator[int]) -> tuple[list[Any], float, float]:
-    """The next few items, the seconds that one took, and the cores that were busy meanwhile."""
+def _read(dataset: Any, indices: list[int]) -> tuple[list[Any], float, float]:
+    """The items, or the first of them if they take long; the seconds that one took; the cores that were busy meanwhile."""
     start, cpu_start, waits_start = time.perf_counter(), time.process_time(), _waits()
     items: list[Any] = []
     if at_once := getattr(dataset, "__getitems__", None):
-        items = at_once([*islice(indices, _MOST_ITEMS)])
+        items = at_once(indices)
     else:
         for index in indices:
             items.append(dataset[index])
-            if len(items) == _MOST_ITEMS or time.perf_counter() - start > _BUDGET:
+            if time.perf_counter() - start > _BUDGET:
                 break
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+    seconds, cpu = max(time.perf_counter() - start, 1e-9), time.process_time() - cpu_start
     # On a crowded machine an item that computes has little of a core as well; but it does not wait on its own account.
     waited = _waits() - waits_start >= len(items)
     return items, seconds / len(items), max(cpu / seconds, 0.01 if waited else 1.0)
