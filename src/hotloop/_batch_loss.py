@@ -42,15 +42,16 @@ class BatchLoss:
             raise TypeError(forms.several_models(args, kwargs))
         live, loss_fn = self._live, self._settings.loss_fn
         args, kwargs = move_call(args, kwargs, live.parts.device)
-        target: Any = None
+        batch = None
         if len(args) < 2:
-            args, kwargs, target = forms.unpacked(args, kwargs)
-        if target is None and args:
+            args, kwargs, batch = forms.unpacked(args, kwargs)
+        target: Any = batch
+        if batch is None and loss_fn is not None:
+            forms.check_target(args, written)
+            args, target = args[:-1], args[-1]
+        elif batch is None and args:
             target = args[-1]
-            if loss_fn is not None:
-                forms.check_target(args, written)
-                args = args[:-1]
-        output = self._call(args, kwargs)
+        output = self._call(args, kwargs, written)
         result = output if loss_fn is None else self._loss(output, target)
         loss, named = (result, {}) if isinstance(result, Tensor) else forms.loss_and_metrics(result, loss_fn is None)
         forms.check_loss(loss, written)
@@ -64,13 +65,13 @@ class BatchLoss:
         forms.check_metrics(named, written)
         return loss, named, (output,) if self._settings.keep_output else ()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], written: forms.Call) -> Any:
         live = self._live
         forward, model = live.parts.forward, live.parts.model
         try:
             return call(model if forward is None else forward, live, args, kwargs, moved=True)
         except TypeError as error:
-            clearer = forms.explain_call(error, model, args, kwargs, self._settings.loss_fn is None)
+            clearer = forms.explain_call(error, model, args, kwargs, self._settings.loss_fn is None, written)
             if clearer is error:
                 raise
             raise clearer from None

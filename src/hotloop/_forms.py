@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Named = dict[str, Any]
@@ -159,7 +160,9 @@ def check_weight(weight: Any) -> float:
     return float(weight)
 
 
-def explain_call(error: TypeError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: bool) -> TypeError:
+def explain_call(
+    error: TypeError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: bool, call: Call
+) -> TypeError:
     """A clearer error where the arguments of a step do not fit the model's forward; else the error itself."""
     signature = inspect.signature(module.forward)
     try:
@@ -179,7 +182,7 @@ def explain_call(error: TypeError, module: nn.Module, args: tuple[Any, ...], kwa
         )
     meaning = "model(*batch), since there is no loss_fn" if own else "loss_fn(model(*batch[:-1]), batch[-1])"
     return TypeError(
-        f"{written(args, kwargs)}: a step is {meaning}, and forward takes ({names}): {error}; "
+        f"{written(*call)}: a step is {meaning}, and forward takes ({names}): {error}; "
         f"{'pass loss_fn to optimize' if own else 'pass what forward takes, and the target last'}, or call the model yourself "
         "and write step(loss)"
     )
@@ -202,12 +205,13 @@ def explain_backward(error: RuntimeError) -> None:
         )
 
 
-def in_inference_mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The text for a step inside `torch.inference_mode`."""
-    return (
-        f"{written(args, kwargs)} inside torch.inference_mode: gradients cannot be enabled there; use torch.no_grad, or train "
-        "outside of it"
-    )
+def refuse_inference_mode(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "step") -> None:
+    """Raise inside `torch.inference_mode`, where nothing can be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{written(args, kwargs, name)} inside torch.inference_mode: gradients cannot be enabled there; use torch.no_grad, or "
+            "train outside of it"
+        )
 
 
 def several_models(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -215,9 +219,9 @@ def several_models(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return f"{written(args, kwargs)}: the step has several models and cannot know which of them to call; call them yourself and write step(loss)"
 
 
-def loss_for_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object) -> str:
+def loss_for_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object, name: str = "step") -> str:
     """The text for a ready loss given to an optimizer that must evaluate it again."""
     return (
-        f"{written(args, kwargs)} with {type(optimizer).__name__}: this optimizer evaluates the loss several times, and a loss "
+        f"{written(args, kwargs, name)} with {type(optimizer).__name__}: this optimizer evaluates the loss several times, and a loss "
         "that is ready cannot be evaluated again; write step(x, y) with a loss_fn, or step(batch)"
     )

@@ -22,6 +22,17 @@ def read_numbers(tensors: Sequence[Tensor]) -> list[Number]:
     return Reading(list(tensors)).values()
 
 
+def snapshot(values: list[Any]) -> list[Any]:
+    """The values as they are now, before an update that may change a parameter, or a view of one, among them."""
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            if value.device.type == "cpu":
+                values[i] = value.item()
+            elif value.grad_fn is None or value._is_view():
+                values[i] = value.detach().clone()
+    return values
+
+
 class Reading:
     """Values that are on their way. `values()` waits for them, once; `ready()` tells whether that would wait.
 

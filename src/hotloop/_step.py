@@ -16,7 +16,7 @@ from hotloop._metrics import Metrics
 from hotloop._parts import Live
 from hotloop._plan import Plan
 from hotloop._progress import Progress
-from hotloop._reading import Reading
+from hotloop._reading import Reading, snapshot
 from hotloop._update import Update
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -66,8 +66,7 @@ class Step(Progress):
         samples or tokens.
         """
         share = 1.0 if weight is None else forms.check_weight(weight)
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(forms.in_inference_mode(args, kwargs))
+        forms.refuse_inference_mode(args, kwargs)
         if self._window.is_open:
             self._window.check()
         enabled, was_in_step = torch.is_grad_enabled(), self._live.in_step
@@ -97,8 +96,9 @@ class Step(Progress):
             loss, named, output = self._micro_batch(args, kwargs, weight)
         else:
             loss, named, output = self._live.recovery.attempt(partial(self._micro_batch, args, kwargs, weight))
+        names, values = ["loss", *named], snapshot([loss, *named.values()])
         norm, flags = self._close(self._window.factor()) if self._window.add(weight) else (None, None)
-        return self._report(loss, named, output, norm, flags, weight)
+        return self._report(names, values, output, norm, flags, weight)
 
     def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> tuple[Tensor, forms.Named, Any]:
         self._window.open()
@@ -139,9 +139,14 @@ class Step(Progress):
         return norm, flags
 
     def _report(
-        self, loss: Tensor, named: forms.Named, output: Any, norm: Tensor | None, flags: list[Any] | None, weight: float
+        self,
+        names: list[str],
+        values: list[Any],
+        output: tuple[Any, ...],
+        norm: Tensor | None,
+        flags: list[Any] | None,
+        weight: float,
     ) -> Metrics:
-        names, values = ["loss", *named], [loss, *named.values()]
         if norm is not None:
             names.append("grad_norm")
             values.append(norm)
@@ -165,14 +170,13 @@ class Step(Progress):
             self._backward(loss, 1.0)
             norm = self._update.finish_gradients()
             if not first:
-                first.append((loss.detach().clone(), named, output, norm))
+                first.append((["loss", *named], snapshot([loss, *named.values()]), output, norm))
             return loss
 
         self._ledger.before_update()
         self._update.with_closure(closure)
         torch.clear_autocast_cache()
-        loss, named, output, norm = first[0]
-        return self._report(loss, named, output, norm, [], weight)
+        return self._report(*first[0], [], weight)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Add the gradient of a further loss to the open window, as it is; it does not count as a micro-batch.
@@ -180,10 +184,14 @@ class Step(Progress):
         For several losses with one update: `step.backward(a); step(b)` applies the sum of both gradients. Only `flush` and
         weights rescale it, with the rest of its window.
         """
+        if self._closure:
+            raise TypeError(forms.loss_for_closure((loss,), {}, self._optimizers[0], "step.backward"))
+        forms.refuse_inference_mode((loss,), {}, "step.backward")
         forms.check_loss(loss, ((loss,), {}, "step.backward"), in_eval=not self._live.parts.model.training)
         self._window.check()
         self._window.open()
-        self._run_backward(loss, retain_graph)
+        with torch.enable_grad():
+            self._run_backward(loss, retain_graph)
         self._window.extra = True
         self._window.watch()
 
@@ -193,6 +201,7 @@ class Step(Progress):
         Its gradient is divided by its true size; with `rescale=False` it stays divided by `accumulate`, as most hand-written
         loops leave it.
         """
+        forms.refuse_inference_mode((), {}, "step.flush")
         self._window.check()
         if not self._window.is_open:
             return False

@@ -106,7 +106,7 @@ class Update:
             return id(optimizer) not in self._stepped
         found = list(scaler._found_inf_per_device(optimizer).values())
         if len(found) > 1:
-            return sum(f.to(found[0].device, non_blocking=True) for f in found)
+            return torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).amax()
         # With several optimizers `scaler.update` adds them up in place.
         return found[0] if len(self._optimizers) == 1 else found[0].clone()
 
@@ -182,9 +182,10 @@ def _issue(optimizer: Optimizer) -> None:
 def _share_overflow(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
     """Let an overflow of one optimizer skip all: the joint norm is not finite then, and clipping has spoiled every gradient."""
     found = [f for optimizer in optimizers for f in scaler._found_inf_per_device(optimizer).values()]
-    total = sum(f.to(found[0].device, non_blocking=True) for f in found)
+    # Fused kernels skip when the flag is exactly one.
+    overflow = torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).amax()
     for f in found:
-        f.copy_(total, non_blocking=True)
+        f.copy_(overflow, non_blocking=True)
 
 
 def _make_momentum(optimizer: Optimizer) -> None:

@@ -23,7 +23,7 @@ class Window:
         self.reference = 1.0  # weights count relative to the first one, so that token counts do not blow gradients up
         self._models = models
         self._optimizers = optimizers
-        self._watched: list[Tensor] = []
+        self._watched: list[tuple[Tensor, int]] = []
 
     @property
     def is_open(self) -> bool:
@@ -78,18 +78,28 @@ class Window:
         return (self.size if rescale else self.count) / self.weight
 
     def watch(self) -> None:
-        """Remember a parameter of each optimizer that has a gradient now."""
-        self._watched = [p for optimizer in self._optimizers if (p := next(_with_gradient(optimizer), None)) is not None]
+        """Remember a parameter with a gradient of each model and each optimizer, and the gradient's version."""
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        first = (next((p for p in source if p.grad is not None), None) for source in (*self._parameters(), *groups))
+        self._watched = [(p, p.grad._version) for p in first if p is not None and p.grad is not None]
+
+    def _parameters(self) -> Iterator[Iterator[Tensor]]:
+        return (model.parameters() for model in self._models)
 
     def check(self) -> None:
         """Raise if a gradient of the open window has vanished since the last call."""
-        if self.is_open and any(p.grad is None for p in self._watched):
+        if self.is_open and any(_vanished(p.grad, version) for p, version in self._watched):
             done = f"{self.count} of {self.size} micro-batches"
             self.drop()
             raise RuntimeError(
                 f"step(...): after {done} of a window their gradients have vanished, so the update would miss them; step drops "
                 "gradients itself, at the start of a window: remove zero_grad() from the loop. The window has been dropped"
             )
+
+
+def _vanished(gradient: Tensor | None, version: int) -> bool:
+    # Only a gradient that somebody has written to since is worth a read.
+    return gradient is None or (gradient._version != version and not gradient.any())
 
 
 def _drop_gradients(module: nn.Module) -> None:
@@ -101,7 +111,3 @@ def _drop_gradients(module: nn.Module) -> None:
     for child in module._modules.values():
         if child is not None:
             _drop_gradients(child)
-
-
-def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
