@@ -265,7 +265,7 @@ def test_protocols_exist_exactly_where_the_module_has_them(kind, action):
         assert act(model) == expected
 
 
-PROTOCOLS = ["Sized", "Iterable", "Container", "Collection", "Iterator", "Callable", "Hashable"]
+PROTOCOLS = ["Sized", "Iterable", "Iterator", "Callable", "Hashable"]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

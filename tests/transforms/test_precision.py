@@ -1,0 +1,292 @@
+"""Precision: 16 bits where the hardware gains from them, a scaler exactly with float16, and a way back."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hotloop import _facts, optimize
+from hotloop._facts import Facts, Machine, traits
+from hotloop.transforms import precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+WIDTH = 300
+X, Y = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH), torch.tensor([0, 1, 1])
+
+
+def machine(*, bf16=False, units=""):
+    return Machine(CUDA, "H9", bf16, units, False, False)
+
+
+def facts(model=None, device=CPU, *, bf16=False, units="", **more):
+    return Facts(machine(bf16=bf16, units=units), traits([nn.Linear(512, 512) if model is None else model]), device, **more)
+
+
+def choice(*args, wish="auto", **more):
+    decision = precision.decide(facts(*args, **more), wish)
+    return decision.choice, decision.why
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    """A CPU with 16-bit units, on which bfloat16 is chosen by itself. Any CPU computes what such a one does."""
+    monkeypatch.setattr(_facts, "_cpu_16bit", lambda: "AMX")
+
+
+# --- the automatic choice -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "expected", "why"), [
+    ({"device": CUDA, "bf16": True}, "bf16", "H9 has native bfloat16.*4e-3"),
+    ({"device": CUDA}, "fp16", "H9 has float16 kernels.*5e-4"),
+    ({"device": CUDA, "closure": True}, "fp32", "float16 scaling does not allow"),
+    ({"device": CUDA, "bf16": True, "closure": True}, "bf16", "native bfloat16"),
+    ({"device": CUDA, "bf16": True, "exact": True}, "fp32", "exact=True"),
+    ({"device": torch.device("mps")}, "fp32", "mps.*precision='bf16' asks"),
+    ({}, "fp32", "no 16-bit units"),
+    ({"units": "AMX"}, "bf16", "AMX units.*4e-3"),
+    ({"units": "AVX512-BF16"}, "bf16", "AVX512-BF16 units"),
+    ({"units": "AMX", "exact": True}, "fp32", "exact=True"),
+    ({"units": "AMX", "model": nn.Linear(8, 8)}, "fp32", "too small"),
+    ({"units": "AMX", "model": nn.Linear(512, 512).double()}, "as it is", "float64 parameters"),
+    ({"device": CUDA, "bf16": True, "model": nn.Linear(2, 2).half()}, "as it is", "float16 parameters"),
+    ({"device": CUDA, "bf16": True, "model": nn.Linear(2, 2).bfloat16()}, "as it is", "bfloat16 parameters"),
+], ids=str)  # fmt: skip
+def test_auto(given, expected, why):
+    """A23, A24: a CPU without units stays in float32."""
+    got, reason = choice(**given)
+    assert got == expected
+    assert re.search(why, reason)
+
+
+def test_on_this_machine():
+    """A23: the default keeps float32 where the CPU has no 16-bit units."""
+    if _facts.machine().accelerator is None and not _facts.machine().cpu_16bit:
+        seen = []
+        raw = nn.Linear(512, 512)
+        raw.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        optimize(raw)(torch.ones(1, 512))
+        assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("wish", ["bf16", "fp16"])
+def test_an_explicit_wish_on_a_cpu_without_units_is_obeyed_with_its_cost_in_the_plan(wish):
+    got, why = choice(wish=wish)
+    assert got == wish
+    assert "ten times slower" in why
+
+
+@pytest.mark.parametrize("wish", ["fp32", "bf16", "fp16"])
+def test_an_explicit_wish_elsewhere_is_obeyed(wish):
+    assert choice(device=CUDA, wish=wish) == (wish, "asked for")
+    assert choice(units="AMX", wish=wish) == (wish, "asked for")
+
+
+@pytest.mark.parametrize("wish", ["fp32", "auto"])
+def test_an_lstm_is_fine_in_float32(wish):
+    assert choice(nn.LSTM(2, 2), wish=wish)[0] == "fp32"
+
+
+def test_an_lstm_in_16_bits_where_there_are_units():
+    assert choice(nn.LSTM(2, 2), units="AMX", wish="bf16")[0] == "bf16"
+
+
+# --- the scaler ---------------------------------------------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+
+
+def training(raw, loss_fn=F.cross_entropy, **wishes):
+    return optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), loss_fn, **wishes)
+
+
+@pytest.mark.parametrize(("wish", "enabled"), [("fp32", False), ("bf16", False), ("fp16", True)])
+def test_a_scaler_exactly_with_float16(wish, enabled):
+    """A25."""
+    _, step = training(net(), precision=wish)
+    assert step.scaler.is_enabled() is enabled
+    assert (step.scale == 1.0) is not enabled
+
+
+def test_the_users_own_scaler_means_float16():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    _, step = training(net(), scaler=scaler)
+    assert step.scaler is scaler
+    assert step.plan["precision"].choice == "fp16"
+    step(X, Y)
+    assert step.scale == 8.0
+
+
+@pytest.mark.parametrize("wish", ["auto", "fp32", "bf16", "fp16"])
+def test_a_users_disabled_scaler_is_taken_with_every_precision(wish):
+    """Scripts write `GradScaler(enabled=use_amp)`, and save its state."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    _, step = training(net(), scaler=scaler, precision=wish)
+    assert step.scaler is scaler
+    step(X, Y)
+
+
+def test_without_an_optimizer_there_is_none():
+    model = optimize(net(), precision="fp16")
+    assert not model._self_live.parts.scaler.is_enabled()
+    assert model(X).dtype == torch.float32
+
+
+# --- the way back -------------------------------------------------------------------------------------------------------
+
+
+class Scatters(nn.Module):
+    """Fails under autocast: its own zeros are float32, and the layer's output is not."""
+
+    def __init__(self, fail=lambda h: torch.zeros(2, WIDTH).index_add_(0, Y, h)):
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.fail, self.calls = fail, []
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.calls.append(h.dtype)
+        return self.fail(self.drop(self.norm(h)).to(h.dtype))
+
+
+def masked(h):
+    out = torch.zeros(3, WIDTH)
+    out[torch.tensor([True, False, True])] = h[:2]
+    return out
+
+
+FAILURES = {
+    "index_add_": lambda h: torch.zeros(2, WIDTH).index_add_(0, Y, h),
+    "scatter_add": lambda h: torch.zeros(3, WIDTH).scatter_add(0, Y[:, None].expand(3, WIDTH), h),
+    "masked assignment": masked,
+    "lerp": lambda h: torch.zeros(3, WIDTH).lerp(h, 0.5),
+    "numpy": lambda h: h + torch.from_numpy(h.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_fails_under_an_automatic_choice_is_run_again_in_float32(amx, name, mode):
+    raw = Scatters(FAILURES[name])
+    twin = copy.deepcopy(raw)
+    model, step = training(raw, lambda output, y: output.square().mean())
+    assert step.plan["precision"].choice == "bf16"
+    for net_ in (model, twin):
+        net_.train(mode)
+    torch.manual_seed(1)
+    output = model(X)
+    torch.manual_seed(1)
+    expected = twin(X)
+    assert torch.equal(output, expected)  # from the same random state
+    assert torch.equal(raw.norm.running_mean, twin.norm.running_mean)  # and counted once
+    assert torch.equal(raw.norm.num_batches_tracked, twin.norm.num_batches_tracked)
+    model(X)
+    assert raw.calls == [torch.bfloat16, torch.float32, torch.float32]
+    assert step.plan["precision"].choice == "fp32"
+    assert "taken back" in step.plan["precision"].why
+    assert "Error" in step.plan["precision"].why
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_so_does_a_step(amx, name):
+    raw = Scatters(FAILURES[name])
+    twin = copy.deepcopy(raw)
+    _, step = training(raw, lambda output, y: output.square().mean())
+    _, plain = training(twin, lambda output, y: output.square().mean(), precision="fp32")
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        loss = step(X, Y)["loss"]
+        torch.manual_seed(seed)
+        assert loss == plain(X, Y)["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(raw.state_dict().values(), twin.state_dict().values(), strict=True))
+    assert step.plan["precision"].choice == "fp32"
+    assert step.updates == 2
+
+
+def test_a_copy_finds_the_way_back_as_well(amx):
+    model = optimize(Scatters())
+    made = copy.deepcopy(model)
+    assert made(X).dtype == torch.float32
+    assert model(X).dtype == torch.float32
+
+
+def test_an_average_finds_the_way_back_as_well(amx):
+    average = torch.optim.swa_utils.AveragedModel(optimize(Scatters()))
+    assert average.eval()(X).dtype == torch.float32
+
+
+def test_an_explicit_wish_is_not_taken_back(amx):
+    raw = Scatters()
+    model, step = training(raw, precision="bf16")
+    with pytest.raises(RuntimeError, match="index_add_"):
+        model(X)
+    assert raw.calls == [torch.bfloat16]
+    assert step.plan["precision"].choice == "bf16"
+
+
+def test_the_users_own_error_is_the_users_own(amx):
+    """It fails in float32 too: the precision stays, and the error is the one that the plain model gives."""
+
+    class Fails(Scatters):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError("mine")
+
+    raw = Fails(lambda h: h)
+    model, step = training(raw)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            model(X)
+    assert step.plan["precision"].choice == "bf16"
+    assert raw.calls[0] == torch.bfloat16
+    assert raw.norm.num_batches_tracked <= 2
+
+
+def test_a_batch_of_the_wrong_shape_does_not_cost_the_precision(amx):
+    raw = net()
+    model, step = training(raw)
+    model(X)
+    with pytest.raises(RuntimeError, match="shapes"):
+        step(torch.zeros(3, 7), Y)
+    step(X, Y)
+    assert step.plan["precision"].choice == "bf16"
+
+
+def test_running_out_of_memory_is_no_reason(amx):
+    raw = Scatters(lambda h: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    model, step = training(raw)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(X)
+    assert len(raw.calls) == 1
+    assert step.plan["precision"].choice == "bf16"
+
+
+def test_once_taken_back_it_costs_nothing_more(amx):
+    model = optimize(Scatters())
+    model(X)
+    assert model._self_live.recovery is None
+
+
+def test_lazy_modules_under_an_automatic_choice(amx):
+    """F-5 of the field: a buffer without a shape yet cannot be copied."""
+    raw = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    model = optimize(raw)
+    assert model._self_live.parts.autocast.dtype == torch.bfloat16
+    assert model(X).shape == (3, 2)
+
+
+def test_checkpointing_under_an_automatic_choice(amx):
+    """torch ends a recomputation early with an exception of its own, which is no failure."""
+    raw = net()
+    model, step = training(raw)
+    output = torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False)
+    step(F.cross_entropy(output, Y))
+    assert step.plan["precision"].choice == "bf16"
+    assert raw[0].weight.grad is not None
