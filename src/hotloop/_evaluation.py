@@ -1,0 +1,164 @@
+"""What holds while a decorated function runs: the modes and the calls of its models, gradients, and the precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from hotloop import _folding
+from hotloop._detours import Detour, close_detour, open_detour
+from hotloop._model_calls import ModelCall, Region, asked
+from hotloop._modes import Modes, plain, submodules
+from hotloop._parts import live_of
+from hotloop._plan import Decision, Plan
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Diversion = tuple[nn.Module, Callable[[nn.Module], Detour]]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments of `fast_eval`."""
+
+    models: tuple[nn.Module, ...] = ()
+    precision: str = "auto"
+    inference: str = "no_grad"
+    fold_batchnorm: bool | str | None = "auto"
+
+
+class Evaluation:
+    """One call of a decorated function. Its body may run in pieces: both contexts can be entered again and again."""
+
+    def __init__(self, wishes: Wishes, models: Sequence[nn.Module]) -> None:
+        models = sorted(models, key=lambda model: live_of(model) is None)  # of two calls of one module, the wrapped one
+        if wishes.precision != "auto" and any(map(_is_exact, models)):
+            raise ValueError(
+                f"fast_eval(precision={wishes.precision!r}) on a model wrapped with exact=True: it keeps its precision here as "
+                "well; leave precision away"
+            )
+        self._wishes = wishes
+        self._modes = Modes(models)
+        self._calls = [diversion for model in models for diversion in _model_calls(model)]
+        self._foldings = _foldings(models, wishes.fold_batchnorm)
+        if wishes.fold_batchnorm is True and not any(folding.diversions for folding in self._foldings):
+            raise self._not_folded()
+        main = next((model for model in models if device_of(model) is not None), None)
+        self.device = None if main is None else device_of(main)
+        self.loads_to = self.device if live_of(main) is None else main
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The models are in eval mode, and called as models that are evaluated."""
+        opened = []
+        self._modes.switch()
+        try:
+            for module, kind in [*self._calls, *(d for folding in self._foldings for d in folding.diversions)]:
+                open_detour(module, kind)
+                opened.append(module)
+            yield
+            decisions = [folding.decision() for folding in self._foldings]
+            if self._wishes.fold_batchnorm is True and all(d is not None and d.choice == "off" for d in decisions):
+                raise self._not_folded()
+        finally:
+            for module in opened:
+                close_detour(module)
+            self._modes.restore()
+
+    def _not_folded(self) -> ValueError:
+        reasons = [decision.why for folding in self._foldings if (decision := folding.decision()) is not None]
+        return ValueError(
+            f"fast_eval(fold_batchnorm=True): nothing can be folded ({'; '.join(reasons) or 'no model was found'}); "
+            "leave fold_batchnorm away"
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Gradients and the precision are as asked for, in this thread or task."""
+        gradients = torch.inference_mode if self._wishes.inference == "inference_mode" else torch.no_grad
+        with gradients(), self._precision():
+            yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Both of them, for a body that runs without a break."""
+        with self.held(), self.running():
+            yield
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        """One autocast region around everything, so that weights are cast once and not in every call.
+
+        With a precision asked for, it holds for the body as well. Otherwise the region changes nothing by itself: the calls of
+        models open their own, and what the body computes from their outputs, such as a loss, is as it is in training.
+        """
+        kind = (self.device or torch.accelerator.current_accelerator() or torch.device("cpu")).type
+        region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])
+        torch.clear_autocast_cache()  # casts that a surrounding region holds may be older than the weights
+        before = asked.set(region or asked.get())
+        try:
+            with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)) if region is None else region():
+                yield
+        finally:
+            asked.reset(before)
+            torch.clear_autocast_cache()
+
+
+class _Folding:
+    """The folding of one model: which calls are diverted for it, and what has come of it."""
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], wish: bool | str | None) -> None:
+        live = live_of(model)
+        self._plan: Plan | None = None if live is None else live.plan
+        self._modules = modules
+        self._forbidden = "exact=True leaves every bit alone" if _is_exact(model) else "" if wish else "switched off"
+        self.diversions: list[Diversion] = [] if self._forbidden else list(_folding.detours(modules))
+
+    def decision(self) -> Decision | None:
+        """What has come of it, as far as is known by now; it shows in the model's plan."""
+        off = Decision("fold_batchnorm", "off", self._forbidden) if self._forbidden else None
+        decision = off or _folding.decision(self._modules)
+        if self._plan is not None and decision is not None:
+            self._plan.record(decision)
+        return decision
+
+
+def _foldings(models: Sequence[nn.Module], wish: bool | str | None) -> list[_Folding]:
+    """One for each model that is not part of another."""
+    covered: set[int] = set()
+    foldings = []
+    for model in models:
+        if id(plain(model)) not in covered:
+            modules = list(submodules([model]))
+            covered.update(map(id, modules))
+            foldings.append(_Folding(model, modules, wish))
+    return foldings
+
+
+def _is_exact(model: nn.Module) -> bool:
+    live = live_of(model)
+    return live is not None and live.exact
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device that a model is called on; None for one without tensors, such as most loss functions."""
+    live = live_of(model)
+    if live is not None:
+        return live.parts.device
+    return next((tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors), None)
+
+
+def _model_calls(model: nn.Module) -> Iterator[Diversion]:
+    """The calls to divert for a model: its own, or those of its parts where it has no forward, as a ModuleList."""
+    if live_of(model) is None and type(model).forward is nn.Module.forward:
+        for child in model.children():
+            yield from _model_calls(child)
+        return
+    device = device_of(model)
+    if device is not None and device.type != "meta":
+        yield plain(model), partial(ModelCall, device=device, wrapped=live_of(model) is not None)

@@ -1,0 +1,107 @@
+"""Which models a function works with: those among its arguments, in `self`, and those that its code names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+# A closure or a global may be a vocabulary of a million words: models are found among the first items.
+_FIRST = 100
+
+
+def in_arguments(values: Any) -> Iterator[nn.Module]:
+    """Models in nested arguments, and those whose bound methods are passed."""
+    return _walk(values, set())
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, types.MethodType):
+        yield from _walk(value.__self__, seen)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for child in _children(value):
+            yield from _walk(child, seen)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Tensor):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def held_by(instance: Any) -> Iterator[nn.Module]:
+    """`self`, or the class, of a method: where it is a model, and the models that it holds as attributes."""
+    if isinstance(instance, nn.Module):
+        yield instance
+    attributes = dict(getattr(instance, "__dict__", {}))
+    if not isinstance(instance, type):
+        slots = (name for kind in type(instance).__mro__ for name in getattr(kind, "__slots__", ()))
+        attributes.update((name, getattr(instance, name, None)) for name in slots)
+    yield from _among(attributes.values())
+
+
+def _among(values: Iterable[Any]) -> Iterator[nn.Module]:
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield value
+        elif type(value) in (list, tuple, dict):
+            items = value.values() if type(value) is dict else value
+            yield from (item for item in islice(items, _FIRST) if isinstance(item, nn.Module))
+
+
+class NamedModels:
+    """The models that a function names: in its closure, in the globals that its code looks up, and as defaults."""
+
+    def __init__(self, function: Any) -> None:
+        function = _innermost(function)
+        self._function = function if isinstance(function, types.FunctionType) else None
+        self._names = tuple(dict.fromkeys(_names(function.__code__))) if self._function is not None else ()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        function = self._function
+        if function is None:
+            return
+        yield from _among(_contents(function))
+        yield from _among(function.__globals__[name] for name in self._names if name in function.__globals__)
+        yield from _among(function.__defaults__ or ())
+        yield from _among((function.__kwdefaults__ or {}).values())
+
+
+def _innermost(function: Callable[..., Any]) -> Any:
+    while True:
+        function = inspect.unwrap(function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType | classmethod | staticmethod):
+            function = function.__func__
+        else:
+            return function
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):  # an inner function or comprehension
+            yield from _names(constant)
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue

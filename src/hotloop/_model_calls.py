@@ -1,0 +1,96 @@
+"""The call of a model inside an evaluation."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hotloop._call import call
+from hotloop._deferred import may_send, settled
+from hotloop._detours import Detour
+from hotloop._facts import Facts, machine, traits
+from hotloop._parts import Live, Parts
+from hotloop._plan import Plan
+from hotloop._recovery import Recovery
+from hotloop.transforms import precision
+
+
+@dataclass(frozen=True)
+class Region:
+    """A precision that somebody asked for: opens an autocast region, or shuts the ones around it."""
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
+
+
+# The precision asked for by the evaluation that runs in this thread or task.
+asked: ContextVar[Region | None] = ContextVar("asked", default=None)
+
+
+class ModelCall(Detour):
+    """The call of a plain model as that of a wrapped one, and of a wrapped one in the precision asked for.
+
+    The models inside a model are called as it calls them.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, *, wrapped: bool) -> None:
+        super().__init__(module)
+        self._device_type = device.type
+        self._wrapped = wrapped
+        self._seen: Any = None
+        if not wrapped:
+            self._automatic = automatic_live(module, device)
+            self._bare = Live(Parts(module, device=device), inference="grad")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if may_send():
+            return self.run(*args, **kwargs)
+        region = asked.get()
+        if not self._wrapped:
+            live = self._automatic if region is None else self._bare
+            return call(self._settled, live, args, kwargs)
+        if region is None:
+            return self._settled(*args, **kwargs)
+        with region():
+            return self._settled(*args, **kwargs)
+
+    def _settled(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(self._device_type):
+            self._drop_stale_casts()
+        return settled(self.run, args, kwargs)
+
+    def _drop_stale_casts(self) -> None:
+        # Autocast keeps the casts of the weights as long as a region is open, also when the weights change (a state that is
+        # loaded, a step that trains); and before torch 2.10 those made without gradients are used with them.
+        counted = (p._version for p in self.module.parameters() if not p.is_inference())
+        now = [torch.is_grad_enabled(), *counted]
+        if now != self._seen:
+            torch.clear_autocast_cache()
+            self._seen = now
+
+
+_decisions: Any = WeakIdKeyDictionary()  # module -> (its device and dtype, the decision): looking at every layer takes time
+
+
+def automatic_live(module: nn.Module, device: torch.device) -> Live:
+    """How a plain model is called by itself: on the device it is on, in 16 bits where `optimize` would choose that."""
+    key = (device, next((p.dtype for p in module.parameters()), None))
+    known = _decisions.get(module)
+    if known is None or known[0] != key:
+        facts = Facts(machine(), traits([module]), device=device)
+        known = _decisions[module] = (key, precision.decide(facts, "auto"))
+    decision = known[1]
+    live = Live(decision.apply(Parts(module, device=device)), inference="grad")
+    if live.parts.autocast.dtype is not None:
+        live.plan = Plan([decision])
+        live.recovery = Recovery(live, [(decision, "fp32")])
+    return live

@@ -1,0 +1,130 @@
+"""Running a decorated function, in whatever way Python runs it, and handing out numbers in place of scalars."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop._evaluation import Evaluation
+from hotloop._reading import read_numbers
+from hotloop._tree import leaves, map_leaves
+
+
+def as_result(value: Any) -> Any:
+    """`value` with every 0-dim tensor as a Python number, all read in one transfer; larger tensors are detached."""
+    scalars = {id(tensor): tensor for tensor in leaves(value) if tensor.dim() == 0 and tensor.device.type != "meta"}
+    numbers = dict(zip(scalars, read_numbers(list(scalars.values())), strict=True))
+
+    def finish(tensor: Tensor) -> Any:
+        if id(tensor) in numbers:
+            return numbers[id(tensor)]
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    return map_leaves(finish, value)
+
+
+def _kept_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which dynamo neither traces nor compiles. It is imported by those who compile, and not for this."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = _disabled(function) if "torch._dynamo" in sys.modules else function
+        return run(*args, **kwargs)
+
+    return call
+
+
+_disabled = functools.cache(torch.compiler.disable)
+
+
+@_kept_from_dynamo
+def _piece(context: AbstractContextManager[None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with context:
+        return step(*args, **kwargs)
+
+
+def run(evaluation: Evaluation, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of `function(*args, **kwargs)`; where that is a generator or a coroutine, its body is evaluated as it runs."""
+    result = _piece(evaluation.whole(), function, *args, **kwargs)
+    return lazily(evaluation, result)
+
+
+def lazily(evaluation: Evaluation, result: Any) -> Any:
+    """A generator or coroutine whose body has not begun, as one that is evaluated while it runs; else the result itself."""
+    if isinstance(result, types.GeneratorType):
+        return _generator(evaluation, result)
+    if isinstance(result, types.CoroutineType):
+        return _coroutine(evaluation, result)
+    if isinstance(result, types.AsyncGeneratorType):
+        return _async_generator(evaluation, result)
+    return as_result(result)
+
+
+def _generator(evaluation: Evaluation, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    result = yield from _in_pieces(body, evaluation.whole, as_result)
+    return as_result(result)
+
+
+def _in_pieces(
+    body: Any, context: Callable[[], AbstractContextManager[None]], finish: Callable[[Any], Any]
+) -> Generator[Any, Any, Any]:
+    """Runs `body` to its end, each piece up to its next `yield` (or `await`) in a context of its own."""
+    step, value = body.send, None
+    while True:
+        done, item = _piece(context(), _advance, step, value)
+        if done:
+            return item
+        try:
+            value = yield finish(item)
+            step = body.send
+        except BaseException as error:  # also GeneratorExit: the body cleans up in its context
+            step, value = body.throw, error
+
+
+def _advance(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
+    """Whether the body has ended, and what it yields or returns."""
+    try:
+        return False, step(value)
+    except StopIteration as stop:
+        return True, stop.value
+
+
+class _Awaited:
+    """Awaits `body` piece by piece: between them other tasks run, with gradients and precision of their own."""
+
+    def __init__(self, evaluation: Evaluation, body: Any) -> None:
+        self._evaluation, self._body = evaluation, body
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _in_pieces(self._body, self._evaluation.running, lambda awaited: awaited)
+
+
+async def _coroutine(evaluation: Evaluation, body: Any) -> Any:
+    with evaluation.held():
+        result = await _Awaited(evaluation, body)
+    return as_result(result)
+
+
+async def _async_generator(evaluation: Evaluation, body: Any) -> AsyncGenerator[Any, Any]:
+    step = body.asend(None)
+    while True:
+        try:
+            with evaluation.held():
+                item = await _Awaited(evaluation, step)
+        except StopAsyncIteration:
+            return
+        try:
+            step = body.asend((yield as_result(item)))
+        except GeneratorExit:
+            with evaluation.held():
+                await _Awaited(evaluation, body.aclose())
+            raise
+        except BaseException as error:
+            step = body.athrow(error)
