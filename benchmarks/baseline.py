@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import loops
+from benchmarks import epochs, loops
 from benchmarks.loops import Loop
 from benchmarks.measure import assert_close, interleave, one_thread, summary, table, write
 from benchmarks.workloads import WORKLOADS, Workload
 
-SECONDS = 25  # for the timed rounds of one workload
+SECONDS = 12  # for the timed rounds of one table
 LOOPS: dict[str, Callable[[Workload], Loop]] = {
     "naive": loops.naive,
     "bare": loops.bare,
@@ -32,19 +32,55 @@ LOOPS: dict[str, Callable[[Workload], Loop]] = {
     "hotloop, exact": lambda workload: loops.wrapped(workload, exact=True),
 }
 EXACT = ("bare", "hotloop, exact")
+EPOCHS = ("tiny MLP", "tabular MLP", "ResNet-like")
 
 
 def training(workload: Workload) -> dict[str, Any]:
-    with one_thread():
-        made = {name: make(workload) for name, make in LOOPS.items()}
-        first = interleave({name: loop.run for name, loop in made.items()}, rounds=2, warmup=1)
-        for name in EXACT:
-            assert_close(made["naive"].weights(), made[name].weights(), 0.0, f"{workload.name}, {name}")
-        rounds = min(60, max(7, int(SECONDS / sum(min(times) for times in first.values()))))
-        times = interleave({name: loop.run for name, loop in made.items()}, rounds=rounds)
-        losses = {name: loss_of(workload, loop) for name, loop in made.items()}
-    rows = summary(times, base="naive", per=workload.steps)
-    return {name: {**row, "loss": losses[name]} for name, row in rows.items()}
+    made = {name: make(workload) for name, make in LOOPS.items()}
+    runs = {name: loop.run for name, loop in made.items()}
+    rounds = _rounds(runs)
+    for name in EXACT:
+        assert_close(made["naive"].weights(), made[name].weights(), 0.0, f"{workload.name}, {name}")
+    rows = summary(interleave(runs, rounds=rounds), base="naive", per=workload.steps)
+    return {name: {**row, "loss": loss_of(workload, made[name])} for name, row in rows.items()}
+
+
+def evaluation(workload: Workload) -> dict[str, Any]:
+    runs = {
+        "naive": epochs.plain_evaluation(workload),
+        "with gradients": epochs.plain_evaluation(workload, gradients=True),
+        "hotloop": epochs.wrapped_evaluation(workload),
+        "hotloop, fp32": epochs.wrapped_evaluation(workload, precision="fp32"),
+        "hotloop, exact": epochs.wrapped_evaluation(workload, exact=True),
+    }
+    _assert_same(workload, {name: run() for name, run in runs.items() if name != "with gradients"})
+    return summary(interleave(runs, rounds=_rounds(runs)), base="naive")
+
+
+def epoch(workload: Workload) -> dict[str, Any]:
+    runs = {
+        "naive": epochs.plain_epoch(workload),
+        "hotloop": epochs.wrapped_epoch(workload),
+        "hotloop, fp32": epochs.wrapped_epoch(workload, precision="fp32"),
+        "hotloop, exact": epochs.wrapped_epoch(workload, exact=True),
+    }
+    found = {}
+    for name, run in runs.items():
+        torch.manual_seed(2)  # the same order of samples
+        found[name] = run()
+    _assert_same(workload, found)
+    return summary(interleave(runs, rounds=_rounds(runs)), base="naive")
+
+
+def _rounds(runs: dict[str, Callable[[], object]]) -> int:
+    """As many as fit into the time for a table, by a first look."""
+    first = interleave(runs, rounds=2, warmup=1)
+    return min(60, max(7, int(SECONDS / sum(min(times) for times in first.values()))))
+
+
+def _assert_same(workload: Workload, found: dict[str, float]) -> None:
+    if found["hotloop, exact"] != found["naive"] or abs(found["hotloop"] - found["naive"]) > 0.05:
+        raise AssertionError(f"{workload.name}: {found}")
 
 
 def loss_of(workload: Workload, loop: Loop) -> float:
@@ -59,12 +95,18 @@ def loss_of(workload: Workload, loop: Loop) -> float:
 
 def main() -> None:
     chosen = sys.argv[1:] or list(WORKLOADS)
-    results = {}
-    for name in chosen:
-        results[name] = training(WORKLOADS[name])
-        print(f"\n{name}\n{table(results[name])}", flush=True)
+    results: dict[str, dict[str, Any]] = {"training": {}, "evaluation": {}, "epoch": {}}
+    with one_thread():
+        for kind, measure, names in (
+            ("training", training, WORKLOADS),
+            ("evaluation", evaluation, WORKLOADS),
+            ("epoch", epoch, EPOCHS),
+        ):
+            for name in filter(chosen.__contains__, names):
+                results[kind][name] = measure(WORKLOADS[name])
+                print(f"\n{kind}: {name}\n{table(results[kind][name])}", flush=True)
     if chosen == list(WORKLOADS):
-        print(write("baseline", {"load": os.getloadavg(), "training": results}))
+        print(write("baseline", {"load": os.getloadavg(), **results}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its data. `make()` always builds the same weights, `batches()` gives the same few batches over and over."""
+    """A model with its data. `make()` always builds the same weights, `batches()` goes round the same few batches."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -31,9 +31,12 @@ class Workload:
         model = self.model()
         return model, torch.optim.Adam(model.parameters(), **adam), self.loss_fn
 
-    def batches(self) -> Iterator[Batch]:
+    def some(self) -> list[Batch]:
         torch.manual_seed(1)
-        return itertools.cycle(self.data())
+        return self.data()
+
+    def batches(self) -> Iterator[Batch]:
+        return itertools.cycle(self.some())
 
 
 def classification(*shape: int, classes: int = 10, count: int = 4) -> list[Batch]:
