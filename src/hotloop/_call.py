@@ -39,7 +39,8 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
             args, kwargs = move_call(args, kwargs, parts.device)
         if live.in_step or parts.model.training:
             # The flags that this sets stay set for the backward, which reads them; the step restores them.
-            args, kwargs = parts.on_inputs(args, kwargs)
+            for look in parts.on_inputs:
+                args, kwargs = look(args, kwargs)
             if parts.autocast.dtype is None:
                 return _finished(run(*args, **kwargs), live, parts, detach=False)
             with parts.autocast():
@@ -54,7 +55,8 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
 def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = parts.flags.found()
     try:
-        args, kwargs = parts.on_inputs(args, kwargs)
+        for look in parts.on_inputs:
+            args, kwargs = look(args, kwargs)
         with _gradients(live, parts, args, kwargs), parts.autocast():
             output = run(*args, **kwargs)
             return _finished(output, live, parts, detach=not torch.is_grad_enabled())

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hotloop._benchmark_flag import users_value
+
 _CONVOLUTIONS = {
     nn.Conv1d: 1,
     nn.Conv2d: 2,
@@ -66,7 +68,7 @@ def machine() -> Machine:
         accelerator_name=torch.cuda.get_device_name() if cuda else str(accelerator or ""),
         accelerator_bf16=cuda and torch.cuda.is_bf16_supported(including_emulation=False),
         cpu_16bit=_cpu_16bit(),
-        cudnn_benchmark=cudnn.benchmark,
+        cudnn_benchmark=users_value(),
         deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
     )
 

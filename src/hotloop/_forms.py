@@ -216,7 +216,10 @@ def refuse_inference_mode(args: tuple[Any, ...], kwargs: dict[str, Any], name: s
 
 def several_models(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The text for a batch given to a step of several models."""
-    return f"{written(args, kwargs)}: the step has several models and cannot know which of them to call; call them yourself and write step(loss)"
+    return (
+        f"{written(args, kwargs)}: the step has several models and cannot know which of them to call; call them yourself and "
+        "write step(loss)"
+    )
 
 
 def loss_for_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object, name: str = "step") -> str:

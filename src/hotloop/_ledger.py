@@ -82,8 +82,10 @@ class Ledger:
     def _move_schedulers(self, skips: list[Any]) -> None:
         for i, (scheduler, optimizer) in enumerate(self._schedulers):
             if not (skips and skips[optimizer]):
-                scheduler.step()
-                self._moved[i] = scheduler.last_epoch
+                try:
+                    scheduler.step()
+                finally:
+                    self._moved[i] = scheduler.last_epoch
 
     def _notice_foreign_steps(self) -> None:
         for (scheduler, _), moved in zip(self._schedulers, self._moved, strict=True):

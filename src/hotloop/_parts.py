@@ -29,15 +29,6 @@ class Autocast:
         return torch.autocast(self.device_type, self.dtype, cache_enabled=cached)
 
 
-def keep_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, as they are."""
-    return args, kwargs
-
-
-def ignore(*_: object) -> None:
-    """Nothing to do."""
-
-
 class NoFlags:
     """Process-wide flags that a call sets, where it sets none."""
 
@@ -51,14 +42,17 @@ class NoFlags:
         """Let hold again what the user had set."""
 
 
+NO_FLAGS = NoFlags()
+OnInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Parts:
-    """What a call and a step need. Every field but the first three is a null object until a transform fills it.
+    """What a call and a step need. What follows the device does nothing until a transform fills it.
 
-    `forward` is what a call runs in place of the module (a DDP wrapper); None means the module itself. `autocast` opens a
-    region in the plan's precision. `scaler` is disabled unless the precision is float16. `on_inputs` sees the arguments of
-    each call once they are on the device; `flags` puts back what it sets for the whole process.
-    `sync_gradients(False)` holds the ranks' exchange of gradients back.
+    `forward` is what a call runs in place of the module; None means the module itself. `autocast` opens a region in the plan's
+    precision. `scaler` is disabled unless the precision is float16. Each of `on_inputs` sees the arguments of a call once they
+    are on the device, and returns them; `flags` puts back what they set for the whole process.
     """
 
     model: nn.Module
@@ -67,9 +61,8 @@ class Parts:
     forward: nn.Module | None = None
     autocast: Autocast = field(default_factory=Autocast)
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
-    on_inputs: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = keep_inputs
-    flags: NoFlags = field(default_factory=NoFlags)
-    sync_gradients: Callable[[bool], None] = ignore
+    on_inputs: tuple[OnInputs, ...] = ()
+    flags: NoFlags = NO_FLAGS
 
 
 class Live:

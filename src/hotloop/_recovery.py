@@ -14,6 +14,10 @@ from hotloop._plan import Decision
 
 T = TypeVar("T")
 
+# What torch and user code raise when they are given a dtype or a layout that they cannot work with. Other exceptions are no
+# complaints: torch ends a recomputation under `checkpoint` with one.
+_TELLING = (RuntimeError, TypeError, ValueError, AssertionError)
+
 
 class Recovery:
     """Runs calls under automatic choices that user code may not bear, and runs a failed one again without them.
@@ -41,7 +45,7 @@ class Recovery:
             result = run()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except _TELLING as error:
             return self._without(run, saved, error)
         self._proven.add(mode)
         return result
@@ -56,7 +60,7 @@ class Recovery:
                 live.parts = decision.revert(live.parts)
             try:
                 result = run()
-            except Exception as second:
+            except _TELLING as second:
                 error = second
                 for decision, _ in dropped:
                     decision.apply(before)  # for what it changes in place
@@ -86,7 +90,9 @@ class _Snapshot:
             self._module = None
         self._device = device
         self._on_device = None if self._module is None else self._module.get_rng_state(device)
-        self._buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers() if not nn.parameter.is_lazy(b)]
+        self._buffers = (
+            [] if model is None else [(b, b.detach().clone()) for b in model.buffers() if not nn.parameter.is_lazy(b)]
+        )
 
     def restore(self) -> None:
         torch.set_rng_state(self._random)

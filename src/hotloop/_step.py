@@ -176,7 +176,8 @@ class Step(Progress):
         self._ledger.before_update()
         self._update.with_closure(closure)
         torch.clear_autocast_cache()
-        return self._report(*first[0], [], weight)
+        names, values, output, norm = first[0]
+        return self._report(names, values, output, norm, [], weight)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Add the gradient of a further loss to the open window, as it is; it does not count as a micro-batch.

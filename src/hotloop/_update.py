@@ -42,7 +42,7 @@ class Update:
         self._on_foreign = on_foreign
         self._running = False
         self._stepped: set[int] = set()
-        self._applied: Any = None  # a gradient that has been applied, weakly
+        self._applied: list[Any] = []  # weakly, one gradient of each group that has been applied
         for optimizer in optimizers:
             optimizer.register_step_post_hook(_reporting_to(self))
 
@@ -134,18 +134,20 @@ class Update:
                     parameter.grad.mul_(factor)
 
     def _remember(self) -> None:
-        for parameter in self._optimizers[0].param_groups[0]["params"]:
-            if parameter.grad is not None:
-                self._applied = weakref.ref(parameter.grad)
-                return
+        self._applied = [
+            weakref.ref(gradient)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if (gradient := next((p.grad for p in group["params"] if p.grad is not None), None)) is not None
+        ]
 
     def on_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: ours, or, with gradients that are applied already, a leftover of the old loop."""
         if self._running:
             self._stepped.add(id(optimizer))
-        elif self._applied is not None:
-            applied = self._applied()
-            if applied is not None and any(p.grad is applied for p in _parameters(optimizer)):
+        elif self._applied:
+            applied = [gradient for reference in self._applied if (gradient := reference()) is not None]
+            if any(p.grad is gradient for p in _parameters(optimizer) for gradient in applied):
                 self._on_foreign()
 
 

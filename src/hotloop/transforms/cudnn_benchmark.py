@@ -8,17 +8,15 @@ works, silently. Here the flag is on when a shape is first seen, as long as ther
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hotloop._benchmark_flag import BenchmarkFlag, choose
 from hotloop._facts import Facts
-from hotloop._parts import NoFlags, Parts
+from hotloop._parts import NO_FLAGS, Parts
 from hotloop._plan import Decision
 from hotloop._tree import leaves
 
@@ -52,16 +50,22 @@ def decide(facts: Facts, wish: Wish) -> Decision:
 
 
 def _decision(choice: str, why: str, make: Callable[[], Fixed | ByShape]) -> Decision:
+    mine: list[Any] = []
+
     def apply(parts: Parts) -> Parts:
-        before, flag = parts.on_inputs, make()  # each model has its own credit
+        flag = make()  # each model has its own credit
 
         def on_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            _choose(flag(args, kwargs))
-            return before(args, kwargs)
+            choose(flag(args, kwargs))
+            return args, kwargs
 
-        return replace(parts, on_inputs=on_inputs, flags=_Flag())
+        mine.append(on_inputs)
+        return replace(parts, on_inputs=(*parts.on_inputs, on_inputs), flags=BenchmarkFlag())
 
-    return Decision("cudnn_benchmark", choice, why, apply)
+    def revert(parts: Parts) -> Parts:
+        return replace(parts, on_inputs=tuple(f for f in parts.on_inputs if f not in mine), flags=NO_FLAGS)
+
+    return Decision("cudnn_benchmark", choice, why, apply, revert)
 
 
 class Fixed:
@@ -107,52 +111,3 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not kwargs and all(type(a) is Tensor for a in args):
         return tuple([a.shape for a in args])
     return tuple([t.shape for t in leaves((args, kwargs))])
-
-
-# The flag is one for the whole process, and wrapped models may run inside each other and in several threads: whoever changes
-# it first remembers what the user had, and whoever is done first puts that back. A value that is not the one written last is
-# the user's own, set meanwhile.
-_lock = threading.Lock()
-_users_value: list[bool] = []
-_written = [False]
-
-
-def _choose(value: bool) -> None:
-    cudnn = torch.backends.cudnn
-    value = value and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
-    found = cudnn.benchmark
-    if found == value:
-        return
-    with _lock:
-        if not _users_value:
-            _users_value.append(found)
-        elif found != _written[0]:
-            _users_value[0] = found
-        _write(value)
-
-
-def _write(value: bool) -> None:
-    # After torch.backends.disable_global_flags() torch refuses. `cudnn.flags(...)` would still work, but its defaults switch
-    # cuDNN itself off inside the block.
-    with contextlib.suppress(RuntimeError):
-        torch.backends.cudnn.benchmark = value
-        _written[0] = value
-
-
-class _Flag(NoFlags):
-    """The flag, as calls and steps find it and leave it."""
-
-    def found(self) -> bool:
-        return torch.backends.cudnn.benchmark
-
-    def put_back(self, found: bool) -> None:
-        if torch.backends.cudnn.benchmark != found:
-            with _lock:
-                _write(found)
-
-    def restore(self) -> None:
-        if _users_value:
-            with _lock:
-                value = _users_value.pop() if _users_value else _written[0]
-                if torch.backends.cudnn.benchmark == _written[0]:
-                    _write(value)

@@ -68,9 +68,11 @@ def _on(device: torch.device, why: str) -> Decision:
         return _at(device, parts)
 
     def revert(parts: Parts) -> Parts:
-        for module, device in came_from.items():
-            with following(module, parts.optimizers, device):
-                module.to(device)
-        return parts
+        origin = came_from.get(parts.model)
+        if origin is None:
+            return parts
+        with following(parts.model, parts.optimizers, origin):
+            parts.model.to(origin)
+        return _at(origin, parts)
 
     return Decision("placement", str(device), why, apply, revert)

@@ -1,0 +1,74 @@
+"""`torch.backends.cudnn.benchmark`, shared with the user: what hotloop sets for its calls does not outlast them.
+
+The flag is one for the whole process, and wrapped models may run inside each other and in several threads. Whoever changes it
+first remembers what the user had, and whoever is done first puts that back. A value that is not the one written last is the
+user's own, set meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+
+from hotloop._parts import NoFlags
+
+_lock = threading.Lock()
+_users_value: list[bool] = []  # empty while the flag is the user's
+_written = [False]
+
+
+def users_value() -> bool:
+    """The flag as the user has it, also while a call of ours has set it."""
+    current = torch.backends.cudnn.benchmark
+    with _lock:
+        return _users_value[0] if _users_value and current == _written[0] else current
+
+
+def choose(value: bool) -> None:
+    """Set the flag for what runs next; never on where deterministic algorithms are asked for."""
+    cudnn = torch.backends.cudnn
+    value = value and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+    found = cudnn.benchmark
+    if found == value:
+        return
+    with _lock:
+        if not _users_value:
+            _users_value.append(found)
+        elif found != _written[0]:
+            _users_value[0] = found
+        _write(value)
+
+
+def _write(value: bool) -> None:
+    # After torch.backends.disable_global_flags() torch refuses. `cudnn.flags(...)` would still work, but its defaults switch
+    # cuDNN itself off inside the block.
+    with contextlib.suppress(RuntimeError):
+        torch.backends.cudnn.benchmark = value
+        _written[0] = value
+
+
+class BenchmarkFlag(NoFlags):
+    """The flag, as calls and steps find it and leave it."""
+
+    def found(self) -> tuple[bool, bool]:
+        return torch.backends.cudnn.benchmark, bool(_users_value)
+
+    def put_back(self, found: tuple[bool, bool]) -> None:
+        value, ours = found
+        if torch.backends.cudnn.benchmark == value and ours == bool(_users_value):
+            return
+        with _lock:
+            if ours and not _users_value:
+                return  # a step that had set it is over, and has put the user's value back
+            if not ours:
+                _users_value.clear()
+            _write(value)
+
+    def restore(self) -> None:
+        if _users_value:
+            with _lock:
+                value = _users_value.pop() if _users_value else _written[0]
+                if torch.backends.cudnn.benchmark == _written[0]:
+                    _write(value)
