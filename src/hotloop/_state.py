@@ -118,8 +118,16 @@ def _check(memory: Memory, parameters: dict[str, Tensor], state: Any) -> None:
     if state["scaler"].keys() != expected["scaler"].keys():
         given, here = ("with" if part["scaler"] else "without" for part in (state, expected))
         refuse(f"it was saved {given} a gradient scaler, and this step is {here} one (see precision=)")
+    if not all(_is_number(value) for value in state["scaler"].values()):
+        refuse("its scaler holds something other than numbers")
     if len(state["schedulers"]) != len(memory.schedulers):
         refuse(f"it holds {len(state['schedulers'])} schedulers, and this step has {len(memory.schedulers)}")
+    for scheduler, mine, its in zip(memory.schedulers, expected["schedulers"], state["schedulers"], strict=True):
+        if not isinstance(its, dict) or its.keys() != mine.keys():
+            refuse(f"its scheduler is no {type(scheduler).__name__}")
+    for name, pair in state["mean"].items():
+        if not isinstance(name, str) or not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_number, pair)):
+            refuse(f"its mean of {name!r} is not [sum, weight]")
     window = state["window"]
     if window["size"] != memory.window.size:
         refuse(f"its window has accumulate={window['size']}, and this step accumulate={memory.window.size}")
@@ -130,3 +138,7 @@ def _check(memory: Memory, parameters: dict[str, Tensor], state: Any) -> None:
             refuse(f"it holds a gradient of {name!r}, which this model does not have")
         if not isinstance(gradient, Tensor) or gradient.shape != parameters[name].shape:
             refuse(f"its gradient of {name!r} has not the shape {tuple(parameters[name].shape)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
