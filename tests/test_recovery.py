@@ -1,0 +1,412 @@
+"""An automatic choice that user code cannot bear is taken back: the loop goes on, and the plan quotes the error."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import RMSprop
+
+import hotloop
+from hotloop._facts import machine
+from hotloop._parts import Live, Parts
+from hotloop._plan import Decision, Plan
+from hotloop._recovery import Recovery
+from parity.twins import differences, plain_loop, snapshot
+
+WIDE = 256  # layers from here on are worth 16-bit units
+MSE = nn.MSELoss()
+
+# RMSprop has no fused kernels, so that precision is the only choice that could round. On the CPU, also beside an accelerator.
+optimize = partial(hotloop.optimize, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def sixteen_bit_units(monkeypatch):
+    """A CPU for which bfloat16 is the automatic choice."""
+    found = replace(machine(), cpu_16bit="AMX", accelerator=None)
+    monkeypatch.setattr("hotloop._optimize.machine", lambda: found)
+
+
+def index_add(h, x):
+    return torch.zeros_like(x).index_add_(0, torch.arange(len(h)), h)
+
+
+def scatter_add(h, x):
+    return torch.zeros_like(x).scatter_add(0, torch.zeros(h.shape, dtype=torch.long), h)
+
+
+def masked_assignment(h, x):
+    out = torch.zeros_like(x)
+    out[x > 0] = h[x > 0]
+    return out + h
+
+
+def numpy(h, x):
+    return h + torch.from_numpy(h.detach().numpy()).mean()
+
+
+def lerp(h, x):
+    return torch.lerp(x, h, 0.5)
+
+
+class InBackward(torch.autograd.Function):
+    """A custom operator without `custom_fwd`: its backward meets two dtypes."""
+
+    @staticmethod
+    def forward(ctx, h, weight):
+        ctx.save_for_backward(h, weight)
+        return h.float() @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        h, weight = ctx.saved_tensors
+        return gradient @ weight.T, h.T @ gradient
+
+
+TROUBLE = {
+    "index_add_": index_add,
+    "scatter_add": scatter_add,
+    "masked assignment": masked_assignment,
+    "numpy": numpy,
+    "lerp": lerp,
+}
+
+
+class Net(nn.Module):
+    """Draws random numbers and changes buffers before the operator that fails."""
+
+    def __init__(self, trouble, *, from_call=0):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(4, WIDE), nn.BatchNorm1d(WIDE), nn.Dropout(0.3)
+        self.second, self.out = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
+        self.weight = nn.Parameter(torch.eye(WIDE))
+        self.trouble, self.from_call, self.calls = trouble, from_call, 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.drop(self.norm(self.first(x)))
+        hidden = self.second(h)
+        if self.trouble == "backward":
+            hidden = InBackward.apply(hidden, self.weight)
+        elif self.trouble and self.calls > self.from_call:
+            hidden = self.trouble(hidden, h.float())
+        return self.out(hidden)
+
+
+def build(trouble, **options):
+    torch.manual_seed(1)
+    return Net(trouble, **options)
+
+
+def batches(count):
+    torch.manual_seed(2)
+    return [(torch.randn(5, 4), torch.randn(5, 2)) for _ in range(count)]
+
+
+def made(model, **options):
+    optimizer = RMSprop(model.parameters(), lr=1e-3)
+    return (*optimize(model, optimizer, MSE, **options), optimizer)
+
+
+def precision(step):
+    return step.plan.as_dict()["precision"]
+
+
+def test_the_choice_is_made_here():
+    model, step, _ = made(build(None))
+    seen = []
+    model.second.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    step(*batches(1)[0])
+    assert precision(step)["choice"] == "bf16"
+    assert "AMX" in precision(step)["why"]
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("form", ["batch", "loss", "accumulate"])
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_the_loop_is_then_bitwise_the_one_in_float32(trouble, form):
+    """With dropout and BatchNorm: the random state and the statistics are as if nothing had happened."""
+    accumulate = 2 if form == "accumulate" else 1
+    plain = build(TROUBLE[trouble])
+    optimizer = RMSprop(plain.parameters(), lr=1e-3)
+    data = batches(4)
+    torch.manual_seed(3)
+    plain_loop(plain, optimizer, MSE, data, accumulate=accumulate)
+    expected = snapshot(plain, optimizer)
+
+    model, step, optimizer = made(build(TROUBLE[trouble]), accumulate=accumulate)
+    torch.manual_seed(3)
+    for x, y in data:
+        if form == "loss":
+            step(MSE(model(x), y))
+        else:
+            step(x, y)
+    assert differences(snapshot(model, optimizer), expected) == []
+    assert precision(step)["choice"] == "fp32"
+
+
+def test_an_error_in_the_backward():
+    """Nothing of the half backward is left."""
+    plain = build("backward")
+    optimizer = RMSprop(plain.parameters(), lr=1e-3)
+    torch.manual_seed(3)
+    plain_loop(plain, optimizer, MSE, batches(3))
+    expected = snapshot(plain, optimizer)
+    model, step, optimizer = made(build("backward"))
+    torch.manual_seed(3)
+    for x, y in batches(3):
+        step(x, y)
+    assert differences(snapshot(model, optimizer), expected) == []
+    assert precision(step)["choice"] == "fp32"
+
+
+def test_the_plan_quotes_the_error():
+    model, step, _ = made(build(index_add))
+    with pytest.raises(RuntimeError) as caught, torch.autocast("cpu", torch.bfloat16):
+        model.__wrapped__(torch.randn(5, 4))
+    step(*batches(1)[0])
+    why = precision(step)["why"]
+    assert "RuntimeError" in why
+    assert str(caught.value).splitlines()[0] in why
+    assert "bf16" in why
+
+
+def test_it_happens_once():
+    """From then on a call is a call: nothing is tried twice."""
+    model, step, _ = made(build(index_add))
+    data = batches(4)
+    step(*data[0])
+    before = model.calls
+    for x, y in data[1:]:
+        step(x, y)
+    assert model.calls == before + 3
+
+
+@pytest.mark.parametrize("form", ["batch", "loss"])
+def test_an_error_that_comes_late(form):
+    """Three calls are fine, the fourth is not: from there on it is the loop in float32, statistics included."""
+    data = batches(6)
+    plain = build(index_add, from_call=3)
+    model, step, optimizer = made(build(index_add, from_call=3))
+    torch.manual_seed(3)
+    for x, y in data[:3]:
+        step(x, y)
+    assert precision(step)["choice"] == "bf16"
+    plain.load_state_dict(model.state_dict())
+    plain.calls = 3
+    twin = RMSprop(plain.parameters(), lr=1e-3)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    random = torch.get_rng_state()
+    plain_loop(plain, twin, MSE, data[3:])
+    expected = snapshot(plain, twin)
+    torch.set_rng_state(random)
+    for x, y in data[3:]:
+        if form == "loss":
+            step(MSE(model(x), y))
+        else:
+            step(x, y)
+    assert precision(step)["choice"] == "fp32"
+    assert differences(snapshot(model, optimizer), expected) == []
+
+
+def test_an_error_in_the_middle_of_a_window_keeps_the_window():
+    data = batches(2)
+    model, step, _ = made(build(index_add, from_call=1), accumulate=2)
+    step(*data[0])
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert precision(step)["choice"] == "bf16"
+    assert step(*data[1]).updated
+    assert precision(step)["choice"] == "fp32"
+    assert not any(torch.equal(gradient, model.get_parameter(name).grad) for name, gradient in first.items())
+    assert step.updates == 1
+
+
+def test_scaled_gradients_of_an_open_window_are_not_applied_as_they_are():
+    """float16 taken back in the middle of a window: what is in it already is 1024 times its size."""
+    data = batches(2)
+    plain = build(index_add, from_call=1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    plain_loop(plain, optimizer, MSE, data, accumulate=2)
+    model = build(index_add, from_call=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), MSE, accumulate=2, scaler=scaler).step
+    torch.manual_seed(3)
+    try:
+        for x, y in data:
+            step(x, y)
+    except RuntimeError:
+        return  # an explicit wish that is not taken back
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, its, atol=0.05)
+
+
+def test_an_eval_mode_call():
+    """The plan tells, and the next step trains in float32 too."""
+    model, step, _ = made(build(index_add))
+    model.eval()
+    x, _ = batches(1)[0]
+    expected = build(index_add).eval()(x)
+    assert torch.equal(model(x), expected)
+    assert precision(step)["choice"] == "fp32"
+
+
+def test_every_model_of_a_step_runs_as_the_plan_says():
+    models = [build(index_add), build(None)]
+    optimizer = RMSprop([p for m in models for p in m.parameters()], lr=1e-3)
+    seen = []
+    models[1].second.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    models, step = optimize(models, optimizer)
+    x, y = batches(1)[0]
+    step(MSE(models[0](x), y))
+    assert precision(step)["choice"] == "fp32"
+    step(MSE(models[1](x), y))
+    assert seen == [torch.float32]
+
+
+# --- errors of the user's own -----------------------------------------------------------------------------------------
+
+BAD = {
+    "the model's": (lambda x, y: (x[:, :3], y), RuntimeError, "shapes cannot be multiplied"),
+    "the loss's": (lambda x, y: (x, y[:, :1].bool().expand(5, 3)), RuntimeError, "size of tensor"),
+    "no target": (lambda x, y: (x,), TypeError, "target"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("proven", [False, True])
+@pytest.mark.parametrize(("bad", "kind", "text"), BAD.values(), ids=BAD)
+def test_an_error_of_the_users_own_takes_nothing_back(bad, kind, text, proven):
+    """It is raised as the plain configuration raises it; precision, weights and the next batch are as before."""
+    data = batches(3)
+    model, step, optimizer = made(build(None))
+    twin = build(None)
+    twin.load_state_dict(model.state_dict())
+    if proven:
+        step(*data[0])
+    states = copy.deepcopy([dict(model.named_parameters()), optimizer.state_dict()])
+    with pytest.raises(kind, match=text):
+        step(*bad(*data[1]))
+    assert precision(step)["choice"] == "bf16"
+    assert differences([dict(model.named_parameters()), optimizer.state_dict()], states) == []
+    seen = []
+    model.second.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert step(*data[2]).updated
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_bad_batch_changes_batch_statistics_no_more_than_in_a_plain_loop():
+    """The model runs again to find out whose error it is."""
+    data = batches(2)
+    model, step, _ = made(build(None))
+    step(*data[0])
+    with pytest.raises(RuntimeError):
+        step(data[1][0], data[1][1].new_ones(7, 3))
+    assert model.norm.num_batches_tracked.item() <= 2
+
+
+def test_an_explicit_precision_is_not_taken_back():
+    step = made(build(index_add), precision="bf16")[1]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="index_add"):
+            step(*batches(1)[0])
+    assert precision(step)["choice"] == "bf16"
+
+
+def test_out_of_memory_is_not_tried_again():
+    def full(h, x):
+        raise torch.OutOfMemoryError("own words")
+
+    model, step, _ = made(build(full))
+    with pytest.raises(torch.OutOfMemoryError, match="own words"):
+        step(*batches(1)[0])
+    assert model.calls == 1
+    assert precision(step)["choice"] == "bf16"
+
+
+def test_an_interrupt_is_not_tried_again():
+    def interrupted(h, x):
+        raise KeyboardInterrupt
+
+    model, step, _ = made(build(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        step(*batches(1)[0])
+    assert model.calls == 1
+
+
+# --- several choices --------------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """Is on while it is applied."""
+
+    def __init__(self, name):
+        self.on = True
+        self.decision = Decision(name, "on", "because", self._set(True), self._set(False))
+
+    def _set(self, value):
+        def change(parts):
+            self.on = value
+            return replace(parts)
+
+        return change
+
+
+def several(needs_off):
+    """A recovery over two choices; its run fails while any of those named is on."""
+    choices = {name: Choice(name) for name in ("a", "b")}
+    live = Live(Parts(nn.Linear(1, 1)))
+    live.plan = Plan([c.decision for c in choices.values()])
+    live.recovery = Recovery(live, [(c.decision, "off") for c in choices.values()])
+    runs = []
+
+    def run():
+        runs.append((choices["a"].on, choices["b"].on))
+        if any(choices[name].on for name in needs_off):
+            raise ValueError("with " + " and ".join(n for n in needs_off if choices[n].on))
+        return "fine"
+
+    return choices, live, runs, run
+
+
+@pytest.mark.parametrize("culprit", ["a", "b"])
+def test_one_choice_alone_is_taken_back(culprit):
+    choices, live, _, run = several([culprit])
+    other = "b" if culprit == "a" else "a"
+    assert live.recovery.attempt(run) == "fine"
+    assert {name: c.on for name, c in choices.items()} == {culprit: False, other: True}
+    assert live.plan[culprit].choice == "off"
+    assert f"ValueError: with {culprit}" in live.plan[culprit].why
+    assert live.plan[other].choice == "on"
+    assert live.recovery is not None
+
+
+def test_both_choices_are_taken_back():
+    choices, live, _, run = several(["a", "b"])
+    assert live.recovery.attempt(run) == "fine"
+    assert [c.on for c in choices.values()] == [False, False]
+    assert [d.choice for d in live.plan] == ["off", "off"]
+    assert live.recovery is None
+
+
+def test_where_none_helps_all_stay_and_the_plain_error_is_raised():
+    choices, live, runs, _ = several([])
+    parts = live.parts
+
+    def run():
+        runs.append((choices["a"].on, choices["b"].on))
+        raise ValueError(f"{runs[-1]}")
+
+    with pytest.raises(ValueError, match=r"\(False, False\)"):
+        live.recovery.attempt(run)
+    assert runs == [(True, True), (False, True), (True, False), (False, False)]
+    assert [c.on for c in choices.values()] == [True, True]
+    assert [d.choice for d in live.plan] == ["on", "on"]
+    assert live.parts is parts
+    assert live.recovery is not None
