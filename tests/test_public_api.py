@@ -10,6 +10,8 @@ from importlib.metadata import metadata, requires
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import hotloop
 
@@ -67,6 +69,7 @@ def examples() -> list[Any]:
 
 @pytest.mark.parametrize("example", examples())
 def test_examples_in_docstrings_run(example: doctest.DocTest) -> None:
+    example.globs.update(torch=torch, nn=nn)  # known to every reader
     said: list[str] = []
     failed, tried = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)
     assert tried > 0
