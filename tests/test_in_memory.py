@@ -54,7 +54,7 @@ def assert_same(make, *, passes=2):
             assert type(own) is type(batch)
             for a, b in zip(batch, own, strict=True):
                 assert (type(b), b.dtype, b.shape, b.stride()) == (type(a), a.dtype, a.shape, a.stride())
-                assert b.requires_grad == a.requires_grad
+                assert (b.requires_grad, b.is_conj(), b.is_neg()) == (a.requires_grad, a.is_conj(), a.is_neg())
                 assert torch.equal(a, b)
         assert torch.equal(state, own_state)
 
@@ -220,10 +220,17 @@ class Loader(DataLoader):
     pytest.param(lambda: DataLoader(Subset([[torch.ones(2)]] * 9, range(5)), 4), id="a subset of something else"),
     pytest.param(lambda: DataLoader(data(), 4, collate_fn=lambda items: [default_collate(items)[1]]), id="own collate_fn"),
     pytest.param(lambda: DataLoader(data(), None), id="batch_size=None"),
+    pytest.param(lambda: DataLoader(TensorDataset(torch.ones(5, 2), torch.ones(5, 2)), None, collate_fn=default_collate),
+                 id="batch_size=None with default collation"),
     pytest.param(lambda: DataLoader(data(), None, sampler=[[1, 2], [3]]), id="batches as sampler"),
 ])  # fmt: skip
 def test_what_does_more_than_index_is_left_to_dataloader(make):
     assert_same(make)
+
+
+def test_workers_that_are_asked_for_are_used():
+    loader = DataLoader(data(), 4, num_workers=1)
+    assert type(iter(prefetch(loader, "cpu"))) is type(iter(loader))
 
 
 def test_a_subclass_of_dataloader_iterates_as_it_likes():
@@ -238,12 +245,13 @@ def test_a_changed_collation_table_counts(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [
+    pytest.param(lambda: DataLoader(TensorDataset(torch.eye(4).to_sparse()), 2), id="sparse"),
     pytest.param(lambda: DataLoader(data(), 4, sampler=[0, 1, 2, 3, N]), id="position"),
     pytest.param(lambda: DataLoader(Subset(data(), [0, 1, N, 3, 2]), 2), id="position of a subset"),
     pytest.param(lambda: DataLoader(data(), 4, sampler=[0, 1, 2, 3, 0.5]), id="no number"),
     pytest.param(lambda: DataLoader(data(), batch_sampler=[[0, 1], []]), id="empty batch"),
 ])  # fmt: skip
-def test_a_wrong_index_raises_what_dataloader_raises_where_it_does(make):
+def test_an_error_is_the_one_that_dataloader_raises_where_it_raises_it(make):
     def run(loader):
         batches, iterator = [], iter(loader)
         with pytest.raises(Exception) as caught:
@@ -320,8 +328,8 @@ def test_pinned_memory_is_kept():
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("sampler", [None, [5, 3, 8, 1, -1]])
-def test_tensors_on_a_device_are_indexed_there(sampler, item_reads):
+@pytest.mark.parametrize(("sampler", "indexed", "one_by_one"), [(None, 12, []), ([5, 3, 8, 1, -1], 2, [-1])])
+def test_tensors_on_a_device_are_indexed_there(sampler, indexed, one_by_one, item_reads):
     import simgpu
 
     host = DataLoader(data(), 2, sampler=sampler)
@@ -331,7 +339,8 @@ def test_tensors_on_a_device_are_indexed_there(sampler, item_reads):
     simgpu.counts.clear()
     batches = list(prefetch(there, "simgpu"))
     assert simgpu.host_waits() == 0
-    assert item_reads == ([] if sampler is None else [-1])
+    assert item_reads == one_by_one
+    assert simgpu.counts["aten::index_select"] == 3 * indexed
     for batch, other in zip(batches, expected, strict=True):
         assert type(batch) is list
         assert all(a.device.type == "simgpu" and torch.equal(a.cpu(), b) for a, b in zip(batch, other, strict=True))

@@ -68,9 +68,8 @@ def subsets(dataset: Any) -> list[Any]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Stacking items would resolve a conjugate view, add a node to the graph, refuse a sparse or nested tensor.
-    odd = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested
-    return tensor.layout is torch.strided and not odd
+    # Stacking items refuses sparse tensors, and gradients take another way through it. What indexing cannot do is left to it.
+    return tensor.layout is torch.strided and not tensor.requires_grad
 
 
 def _stacks(collate_fn: Any) -> bool:
