@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
+import simgpu_process
 from guard import leaves_no_trace as leaves_no_trace
-from simgpu_process import pytest_collection_modifyitems as pytest_collection_modifyitems
 from simgpu_process import pytest_configure as pytest_configure
 
 # The models of the tests are tiny: more threads gain nothing, and beside other processes they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    simgpu_process.pytest_collection_modifyitems(items)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip("needs a CUDA device"))

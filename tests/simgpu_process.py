@@ -78,7 +78,7 @@ class _Delegate:
             file = Path(folder, "reports")
             file.touch()
             command = [sys.executable, __file__, f"--rootdir={config.rootpath}", "-p", "no:cacheprovider", "-m", "", *nodeids]
-            environment = {**os.environ, _REPORTS: str(file)}
+            environment = {**os.environ, _REPORTS: str(file), "CUDA_VISIBLE_DEVICES": ""}  # one accelerator a process
             done = subprocess.run(command, cwd=config.rootpath, env=environment, capture_output=True, text=True, check=False)
             self.output = done.stdout + done.stderr
             reports: dict[str, list[dict[str, Any]]] = {}
