@@ -363,7 +363,7 @@ def several(needs_off):
     choices = {name: Choice(name) for name in ("a", "b")}
     live = Live(Parts(nn.Linear(1, 1)))
     live.plan = Plan([c.decision for c in choices.values()])
-    live.recovery = Recovery(live, [(c.decision, "off") for c in choices.values()])
+    live.recovery = Recovery([live], [(c.decision, "off") for c in choices.values()])
     runs = []
 
     def run():
@@ -379,7 +379,7 @@ def several(needs_off):
 def test_one_choice_alone_is_taken_back(culprit):
     choices, live, _, run = several([culprit])
     other = "b" if culprit == "a" else "a"
-    assert live.recovery.attempt(run) == "fine"
+    assert live.recovery.attempt(live, run) == "fine"
     assert {name: c.on for name, c in choices.items()} == {culprit: False, other: True}
     assert live.plan[culprit].choice == "off"
     assert f"ValueError: with {culprit}" in live.plan[culprit].why
@@ -389,7 +389,7 @@ def test_one_choice_alone_is_taken_back(culprit):
 
 def test_both_choices_are_taken_back():
     choices, live, _, run = several(["a", "b"])
-    assert live.recovery.attempt(run) == "fine"
+    assert live.recovery.attempt(live, run) == "fine"
     assert [c.on for c in choices.values()] == [False, False]
     assert [d.choice for d in live.plan] == ["off", "off"]
     assert live.recovery is None
@@ -404,7 +404,7 @@ def test_where_none_helps_all_stay_and_the_plain_error_is_raised():
         raise ValueError(f"{runs[-1]}")
 
     with pytest.raises(ValueError, match=r"\(False, False\)"):
-        live.recovery.attempt(run)
+        live.recovery.attempt(live, run)
     assert runs == [(True, True), (False, True), (True, False), (False, False)]
     assert [c.on for c in choices.values()] == [True, True]
     assert [d.choice for d in live.plan] == ["on", "on"]

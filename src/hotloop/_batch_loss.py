@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotloop import _forms as forms
-from hotloop._call import call, explain_devices
+from hotloop._call import as_float32, call, explain_devices
 from hotloop._parts import Live
 from hotloop._tree import map_leaves, move_call
 
@@ -81,9 +81,9 @@ class BatchLoss:
         loss_fn: Any = self._settings.loss_fn
         device_type = self._live.parts.device.type
         try:
-            if torch.is_autocast_enabled(device_type):
+            if torch.is_autocast_enabled(device_type):  # a region of the user's own
                 with torch.autocast(device_type, enabled=False):
-                    return loss_fn(output, target)
+                    return loss_fn(map_leaves(as_float32, output), target)
             return loss_fn(output, target)
         except RuntimeError as error:
             explain_devices(error, self._live)

@@ -28,7 +28,7 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     if not moved and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call, attr-defined]
         return _traceable(run, live, args, kwargs)
     if live.recovery is not None:
-        return live.recovery.attempt(partial(_call, run, live, args, kwargs, moved))
+        return live.recovery.attempt(live, partial(_call, run, live, args, kwargs, moved))
     return _call(run, live, args, kwargs, moved)
 
 
@@ -89,8 +89,7 @@ def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
         return output
 
     def finish(tensor: Tensor) -> Tensor:
-        if cast and tensor.dtype in _SIXTEEN_BITS:
-            tensor = tensor.float()
+        tensor = as_float32(tensor) if cast else tensor
         return tensor.detach() if detach and tensor.requires_grad else tensor
 
     return map_leaves(finish, output)
@@ -103,12 +102,13 @@ def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, An
     keeps = live.in_step or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
     if keeps or any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
         with parts.autocast():
-            return _traced_map(_as_float32, run(*args, **kwargs))
+            return _traced_map(as_float32, run(*args, **kwargs))
     with torch.no_grad(), parts.autocast():
-        return _traced_map(_as_float32, run(*args, **kwargs))
+        return _traced_map(as_float32, run(*args, **kwargs))
 
 
-def _as_float32(tensor: Tensor) -> Tensor:
+def as_float32(tensor: Tensor) -> Tensor:
+    """A 16-bit tensor in float32, any other as it is."""
     return tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor
 
 

@@ -85,11 +85,11 @@ class Ledger:
                 try:
                     scheduler.step()
                 finally:
-                    self._moved[i] = scheduler.last_epoch
+                    self._moved[i] = _position(scheduler)
 
     def _notice_foreign_steps(self) -> None:
         for (scheduler, _), moved in zip(self._schedulers, self._moved, strict=True):
-            if moved is not None and scheduler.last_epoch == moved + 1:
+            if moved is not None and _position(scheduler) == moved + 1:
                 self._warn(
                     "scheduler",
                     "scheduler.step() was called besides the step's own: the learning rate moves twice an update; remove the "
@@ -108,6 +108,11 @@ class Ledger:
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(f"hotloop: {text}", RuntimeWarning, stacklevel=_outside())
+
+
+def _position(scheduler: Any) -> int | None:
+    position: int | None = getattr(scheduler, "last_epoch", None)  # a ChainedScheduler has none
+    return position
 
 
 def _outside() -> int:

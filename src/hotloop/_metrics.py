@@ -167,7 +167,7 @@ def _weighted_sums(rows: list[tuple[Reading, float]], flags: int) -> Tensor:
     packs = [reading.packed for reading, _ in rows if reading.packed is not None]
     device = packs[0].device
     with torch.no_grad():
-        block = torch.stack(packs).to(wide(device))
+        block = torch.stack(packs).reshape(len(packs), -1).to(wide(device))
         host = [[*_host_words(reading), 1.0] for reading, _ in rows]
         # Copies to the device from a temporary do not wait for it.
         known = torch.tensor(host, dtype=block.dtype).to(device, non_blocking=True)

@@ -202,16 +202,15 @@ def _build(
             _plan.revert(chosen, parts)
         raise
     plan = Plan(decisions)
-    lives = []
-    for parts, came_from in zip(done, before, strict=False):
-        live = Live(parts, exact=facts.exact)
-        live.plan = plan
+    # A user's own scaler is a wish for float16, and no automatic choice.
+    automatic = wishes["precision"] == "auto" and (facts.scaler is None or not facts.scaler.is_enabled())
+    taken_back = [(d, "fp32") for d in decisions if automatic and d.name == "precision" and "16" in d.choice]
+    lives = [Live(parts, exact=facts.exact) for parts in done[: len(modules)]]
+    recovery = Recovery(lives, taken_back) if taken_back else None
+    for live, came_from in zip(lives, before, strict=True):
+        live.plan, live.recovery = plan, recovery
+        live.companions = [module for module, _ in jobs[len(modules) :]]
         live.moved_from = None if came_from == device else came_from
-        taken_back = [
-            (d, "fp32") for d in decisions if d.name == "precision" and wishes["precision"] == "auto" and d.choice[-2:] == "16"
-        ]
-        live.recovery = Recovery(live, taken_back) if taken_back else None
-        lives.append(live)
     return lives
 
 

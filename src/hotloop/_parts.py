@@ -72,7 +72,18 @@ class Live:
     so that a call reads one consistent set. `in_step` is True while a step runs: calls then keep their gradients.
     """
 
-    __slots__ = ("__weakref__", "exact", "in_step", "inference", "methods", "moved_from", "parts", "plan", "recovery")
+    __slots__ = (
+        "__weakref__",
+        "companions",
+        "exact",
+        "in_step",
+        "inference",
+        "methods",
+        "moved_from",
+        "parts",
+        "plan",
+        "recovery",
+    )
 
     def __init__(self, parts: Parts, *, inference: str = "no_grad", exact: bool = False, methods: tuple[str, ...] = ()) -> None:
         self.parts = parts
@@ -81,6 +92,7 @@ class Live:
         self.methods = methods
         self.in_step = False
         self.moved_from: torch.device | None = None  # where `optimize` found the model, if it moved it
+        self.companions: list[nn.Module] = []  # what was placed with the model and moves with it: a loss function
         self.plan: Any = None
         self.recovery: Any = None  # runs a call again without an automatic choice that it fails under
 

@@ -120,6 +120,9 @@ def _moving(method: Callable[..., Any], proxy: ModelProxy, args: tuple[Any, ...]
         autocast = replace(live.parts.autocast, device_type=device.type)
         live.parts = replace(live.parts, device=device, autocast=autocast)
         live.moved_from = None  # from here on it is the user who moves
+        for companion in live.companions:
+            with following(companion, live.parts.optimizers):
+                companion.to(device)
     return result
 
 

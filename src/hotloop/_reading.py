@@ -83,7 +83,7 @@ class Reading:
             host, event = self._on_the_way
             if event is not None:
                 event.synchronize()
-            self._arrived((packed if host is None else host).cpu().tolist(), wide(packed.device))
+            self._arrived((packed if host is None else host).cpu().reshape(-1).tolist(), wide(packed.device))
         return self._values
 
     def _arrived(self, words: list[float], dtype: torch.dtype) -> None:
@@ -102,18 +102,18 @@ def read_all(readings: Sequence[Reading]) -> None:
     if not waiting:
         return
     dtype = wide(waiting[0][1].device)
-    words = torch.cat([packed.to(dtype) for _, packed in waiting]).cpu().tolist()
+    words = torch.cat([packed.reshape(-1).to(dtype) for _, packed in waiting]).cpu().tolist()
     for reading, packed in waiting:
         reading._arrived(words[: packed.numel()], dtype)
         del words[: packed.numel()]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One-element tensors as one flat tensor of words that hold every value exactly; one operator in the usual case."""
+    """One-element tensors as one tensor of words that hold every value exactly; one operator in the usual case."""
     device = tensors[0].device
     with torch.no_grad():
         if len(tensors) == 1 and tensors[0].dtype == torch.float32:
-            return tensors[0].detach().clone().reshape(1)
+            return tensors[0].clone()
         flat = [_flat(t) if t.device == device else _flat(t).to(device, non_blocking=True) for t in tensors]
         if all(t.dtype == torch.float32 for t in flat):
             return torch.stack(flat)

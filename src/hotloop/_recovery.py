@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hotloop._parts import Live
-from hotloop._plan import Decision
+from hotloop._parts import Live, Parts
+from hotloop._plan import Decision, revert
 
 T = TypeVar("T")
 
@@ -22,49 +22,51 @@ _TELLING = (RuntimeError, TypeError, ValueError, AssertionError)
 class Recovery:
     """Runs calls under automatic choices that user code may not bear, and runs a failed one again without them.
 
-    The first call that raises is repeated without one choice, then without all, from the same random state and (in the
-    first call of each mode) the same buffers. Where that works, the choice stays off and the plan quotes the error; where it
-    does not, the error was the user's own and is the one that the plain configuration gives.
+    The first call that raises is repeated without one choice, then without all, from the same random state and buffers. Where
+    that works, the choice stays off for all models of the plan, which quotes the error; where it does not, the error was the
+    user's own and is the one that the plain configuration gives.
     """
 
-    def __init__(self, live: Live, choices: list[tuple[Decision, str]]) -> None:
-        self._live = live
+    def __init__(self, lives: Sequence[Live], choices: list[tuple[Decision, str]]) -> None:
+        self._lives = lives
         self._choices = choices  # with what holds in its place
-        self._proven: set[bool] = set()
+        self._running = False
 
     def copy(self, live: Live) -> Recovery:
-        """For a copy of the model."""
-        return Recovery(live, list(self._choices))
+        """For a copy of a model."""
+        return Recovery([live], list(self._choices))
 
-    def attempt(self, run: Callable[[], T]) -> T:
+    def attempt(self, live: Live, run: Callable[[], T]) -> T:
         """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
-        model = self._live.parts.model
-        mode = model.training
-        saved = _Snapshot(self._live.parts.device, None if mode in self._proven else model)
+        if self._running:  # a call inside a step is repeated with the whole step
+            return run()
+        saved = _Snapshot(live.parts)
+        self._running = True
         try:
-            result = run()
+            return run()
         except torch.OutOfMemoryError:
             raise
         except _TELLING as error:
             return self._without(run, saved, error)
-        self._proven.add(mode)
-        return result
+        finally:
+            self._running = False
 
-    def _without(self, run: Callable[[], T], saved: _Snapshot, error: Exception) -> T:
-        live, first = self._live, error
+    def _without(self, run: Callable[[], T], saved: _Snapshot, first: Exception) -> T:
+        error = first
         alone = [[choice] for choice in self._choices]
         for dropped in [*alone, self._choices] if len(alone) > 1 else alone:
             saved.restore()
-            before = live.parts
-            for decision, _ in dropped:
-                live.parts = decision.revert(live.parts)
+            before = [live.parts for live in self._lives]
+            for live in self._lives:
+                live.parts = revert([decision for decision, _ in dropped], live.parts)
             try:
                 result = run()
             except _TELLING as second:
                 error = second
-                for decision, _ in dropped:
-                    decision.apply(before)  # for what it changes in place
-                live.parts = before
+                for live, parts in zip(self._lives, before, strict=True):
+                    for decision, _ in dropped:
+                        decision.apply(parts)  # for what it changes in place
+                    live.parts = parts
                 continue
             self._settle(dropped, first)
             return result
@@ -74,30 +76,30 @@ class Recovery:
         quoted = str(error).strip().split("\n")[0]
         for decision, instead in dropped:
             why = f"the automatic {decision.choice} was taken back: {type(error).__name__}: {quoted}"
-            self._live.plan.record(replace(decision, choice=instead, why=why))
+            self._lives[0].plan.record(replace(decision, choice=instead, why=why))
         self._choices = [choice for choice in self._choices if choice not in dropped]
         if not self._choices:
-            self._live.recovery = None
+            for live in self._lives:
+                live.recovery = None
 
 
 class _Snapshot:
-    """What a call changes besides its result: the random state, and the buffers of `model` if it is given."""
+    """What a call changes besides its result: the random state and the model's buffers."""
 
-    def __init__(self, device: torch.device, model: nn.Module | None) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._random = torch.get_rng_state()
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        if not hasattr(self._module, "get_rng_state"):
-            self._module = None
-        self._device = device
-        self._on_device = None if self._module is None else self._module.get_rng_state(device)
-        self._buffers = (
-            [] if model is None else [(b, b.detach().clone()) for b in model.buffers() if not nn.parameter.is_lazy(b)]
-        )
+        self._device = parts.device
+        module: Any = None if parts.device.type == "cpu" else torch.get_device_module(parts.device)
+        self._module = module if hasattr(module, "get_rng_state") else None
+        self._on_device = None if self._module is None else self._module.get_rng_state(parts.device)
+        self._buffers = [b for b in parts.model.buffers() if not nn.parameter.is_lazy(b)]
+        with torch.no_grad():
+            self._values = [b.clone() for b in self._buffers]
 
     def restore(self) -> None:
         torch.set_rng_state(self._random)
         if self._module is not None:
             self._module.set_rng_state(self._on_device, self._device)
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in zip(self._buffers, self._values, strict=True):
                 buffer.copy_(value)

@@ -45,6 +45,7 @@ class Step(Progress):
         super().__init__(lives, optimizers, schedulers, plan, window=settings.accumulate, loss_fn=settings.loss_fn)
         self._batch_loss = BatchLoss(self._lives, settings)
         self._closure = closure
+        self._scaled_by = self.scaler
         self._update = Update(
             self._live,
             self._models,
@@ -95,7 +96,7 @@ class Step(Progress):
         elif self._live.recovery is None or self._window.is_open:
             loss, named, output = self._micro_batch(args, kwargs, weight)
         else:
-            loss, named, output = self._live.recovery.attempt(partial(self._micro_batch, args, kwargs, weight))
+            loss, named, output = self._live.recovery.attempt(self._live, partial(self._micro_batch, args, kwargs, weight))
         names, values = ["loss", *named], snapshot([loss, *named.values()])
         norm, flags = self._close(self._window.factor()) if self._window.add(weight) else (None, None)
         return self._report(names, values, output, norm, flags, weight)
@@ -118,8 +119,12 @@ class Step(Progress):
         self._run_backward(loss)
 
     def _run_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        scaler = self._live.parts.scaler
         try:
-            torch.autograd.backward(self._live.parts.scaler.scale(loss), retain_graph=retain_graph)
+            if scaler is not self._scaled_by and self._window.is_open:  # float16 was taken back in the middle of a window
+                self._update.rescale(1 / self._scaled_by.get_scale())
+            self._scaled_by = scaler
+            torch.autograd.backward(scaler.scale(loss), retain_graph=retain_graph)
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):

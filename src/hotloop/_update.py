@@ -52,7 +52,7 @@ class Update:
         The flags are empty without a scaler, and tensors where only the device knows.
         """
         if factor != 1.0:
-            self._rescale(factor)
+            self.rescale(factor)
         scaler = self._live.parts.scaler
         self._running = True
         self._stepped.clear()
@@ -79,7 +79,7 @@ class Update:
     def _scaled(self, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
         # The scaler refuses an optimizer that none of the losses reached; its own step has nothing to do then.
         reached = [o for o in self._optimizers if any(p.grad is not None for p in _parameters(o))]
-        flags: dict[int, Any] = {}
+        flags: dict[Optimizer, Any] = {}
         try:
             if self._clip_norm is not None or self._before_update is not None:
                 for optimizer in reached:
@@ -91,14 +91,19 @@ class Update:
                 if optimizer in reached:
                     _make_momentum(optimizer)
                     scaler.step(optimizer)
-                    flags[id(optimizer)] = self._flag(scaler, optimizer)
+                    flags[optimizer] = self._flag(scaler, optimizer)
                 else:
                     _issue(optimizer)
         except BaseException:
             scaler.update(scaler.get_scale())  # forget what was unscaled; the scale stays
             raise
+        if not reached:
+            return norm, []
         scaler.update()
-        return norm, [flags.get(id(o), False) for o in self._optimizers]
+        if len(reached) < len(self._optimizers):
+            nothing = _all_skipped(list(flags.values()))
+            return norm, [flags.get(o, nothing) for o in self._optimizers]
+        return norm, list(flags.values())
 
     def _flag(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
         """Whether the optimizer was skipped: a tensor if its kernel has decided that on the device."""
@@ -127,7 +132,8 @@ class Update:
                     seen.add(id(parameter))
                     yield parameter
 
-    def _rescale(self, factor: float) -> None:
+    def rescale(self, factor: float) -> None:
+        """Multiply every gradient."""
         with torch.no_grad():
             for parameter in self._clipped():
                 if parameter.grad is not None:
@@ -188,6 +194,14 @@ def _share_overflow(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer
     overflow = torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).amax()
     for f in found:
         f.copy_(overflow, non_blocking=True)
+
+
+def _all_skipped(flags: list[Any]) -> Any:
+    """Whether every optimizer was skipped; a tensor if one of the flags is."""
+    device = next((f.device for f in flags if isinstance(f, Tensor)), None)
+    if device is None:
+        return all(flags)
+    return torch.stack([torch.as_tensor(f, dtype=torch.float32, device=device) for f in flags]).amin()
 
 
 def _make_momentum(optimizer: Optimizer) -> None:
