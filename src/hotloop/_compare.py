@@ -118,7 +118,7 @@ def _cycle(batches: Iterable[Any]) -> Iterator[Any]:
         for batch in iterator:
             is_empty = False
             yield batch
-        if is_empty or iterator is batches:
+        if is_empty:  # as an iterator is the second time
             return
         iterator = iter(batches)
 
