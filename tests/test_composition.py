@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader
@@ -169,6 +170,56 @@ def test_a_compiled_module_that_holds_it(compiled):
     torch.testing.assert_close(compiled(outer)(X), twin(X))
 
 
+class Encodes(Net):
+    def encode(self, x):
+        return self.layer(x) * 2
+
+
+class Outer(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net.encode(x)
+
+
+IN_COMPILED_CODE = {
+    "a method": lambda net: lambda x: net.encode(x),
+    "forward": lambda net: lambda x: net.forward(x),
+    "parameters": lambda net: lambda x: net(x) * sum(p.sum() for p in net.parameters()),
+    "a method of a child": lambda net: Outer(net),
+    "a bound method": lambda net: net.encode,
+    "functional_call": lambda net: lambda x: functional_call(net, {n: p * 2 for n, p in net.named_parameters()}, (x,)),
+    "state_dict": lambda net: lambda x: net(x) * len(net.state_dict()),
+}
+
+
+@pytest.mark.parametrize("methods", [(), ("encode",)], ids=["", "named"])
+@pytest.mark.parametrize("name", IN_COMPILED_CODE)
+@pytest.mark.usefixtures("compiled")
+def test_methods_in_compiled_code(name, methods):
+    """F-9c: they may break the graph, and run."""
+    model = optimize(Encodes(), methods=methods)
+    make = IN_COMPILED_CODE[name]
+    got = torch.compile(make(model), backend="eager")(X)
+    torch.testing.assert_close(got, make(model.__wrapped__)(X))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_named_method_in_compiled_code_is_called_as_forward_is():
+    model = optimize(Encodes(), methods=("encode",), precision="bf16").eval()
+    expected = model.encode(X)
+    got = torch.compile(lambda x: model.encode(x), backend="eager")(X)
+    assert (got.dtype, got.requires_grad) == (torch.float32, False)
+    assert torch.equal(got, expected)
+
+
+def test_compiled_exact_leaves_the_output_of_a_16_bit_model(compiled):
+    model = optimize(Net().bfloat16(), exact=True)
+    assert compiled(model)(X.bfloat16()).dtype == model(X.bfloat16()).dtype == torch.bfloat16
+
+
 def test_plain_attributes_are_read_through_the_module(compiled):
     """F-9c: torch cannot guard an attribute that is read off a proxy."""
     model = optimize(Net())
@@ -256,6 +307,20 @@ def test_autocast_caches_again_after_a_trace():
     model = optimize(Net(), precision="bf16").eval()
     torch.jit.trace(model, X)
     assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, X)], ids=["script", "trace"])
+def test_a_jit_module_is_wrapped_trained_moved_and_loaded(make):
+    raw = make(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    model, step = training(raw, precision="bf16")
+    before = [p.detach().clone() for p in raw.parameters()]
+    step(X, Y)
+    assert any(not torch.equal(p, old) for p, old in zip(raw.parameters(), before, strict=True))
+    assert model.eval() is model
+    assert (model(X).dtype, model(X).requires_grad) == (torch.float32, False)
+    assert model.to("cpu") is model
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in raw.state_dict().items()})
+    assert model(X).abs().sum() == 0
 
 
 # --- parallel -----------------------------------------------------------------------------------------------------------

@@ -175,6 +175,25 @@ def test_what_tells_shapes_apart(one, two, same):
     hash(signature(*one))
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_tensors_without_a_shape_of_their_own(layout):
+    """Nested tensors; what is not a plain shape must not fail a call that the plain model can do."""
+
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(4, 2, 1)
+
+        def forward(self, batch):
+            return torch.stack([self.conv(x.t()[None]).sum() for x in batch.unbind()])
+
+    model = optimize(Pools()).eval()
+    batch = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=layout)
+    assert model(batch).shape == (2,)
+    assert model(torch.eye(4).expand(2, 4, 4)).shape == (2,)
+
+
 def test_shapes_that_are_remembered_have_an_end(monkeypatch):
     from hotloop.transforms import cudnn_benchmark
 
@@ -386,6 +405,15 @@ def test_the_plan_says_so_where_they_were_asked_for_before(user_sets):
     """C8."""
     user_sets("deterministic", True)
     assert "deterministic" in training()[1].plan["cudnn_benchmark"].why
+
+
+@pytest.mark.parametrize("wishes", [{}, {"exact": True}], ids=["", "exact"])
+def test_the_plan_does_not_call_a_flag_off_that_the_user_has_on(user_sets, wishes):
+    user_sets("benchmark", True)
+    _, step, raw = training(**wishes)
+    step(image(), image())
+    assert raw.seen == [True]
+    assert step.plan["cudnn_benchmark"].choice == "as it is"
 
 
 def test_exact_leaves_it_off():
