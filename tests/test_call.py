@@ -467,6 +467,23 @@ def test_a_custom_function_not_made_for_autocast_fails_as_it_does_in_torch():
     assert str(error.value) == str(plain.value)
 
 
+@pytest.mark.parametrize("inference", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_and_training_in_one_autocast_region_of_the_users_own(precision, inference):
+    """A15 to A17, A19: weights that an evaluation has cast are neither without a graph nor of yesterday."""
+    raw = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model, step = training(raw, precision=precision, inference=inference)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model.eval()(X)
+        model.train()
+        step(X, Y)
+        assert all(p.grad is not None for p in raw.parameters())
+        after = model.eval()(X)
+    assert not torch.equal(before, after)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(X), after)
+
+
 # --- arguments ----------------------------------------------------------------------------------------------------------
 
 
@@ -564,6 +581,29 @@ def test_a_batch_that_is_there_already_is_not_copied_or_rebuilt(kind):
     assert [t.data_ptr() for t in leaves(received[0])] == [t.data_ptr() for t in leaves(batch)]
 
 
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_a_call_dispatches_what_the_plain_module_dispatches(mode):
+    """In float32 and with the batch in place a call adds no operator."""
+    model, raw = wrapped(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)))
+    model.train(mode)
+    seen = []
+    for called in (raw, model):
+        with Operators() as operators, torch.set_grad_enabled(mode):
+            called(X)
+        seen.append(operators.seen)
+    assert seen[0] == seen[1]
+
+
 def test_an_objects_own_to_gets_a_device_and_its_answer_is_used():
     """D9, D15."""
     model, raw = wrapped(nn.Identity())
@@ -572,7 +612,7 @@ def test_an_objects_own_to_gets_a_device_and_its_answer_is_used():
 
 
 @pytest.mark.parametrize("value", [
-    "text", None, 3, 2.5, True, b"b", {1, 2}, object(), range(3), np.ones(3), np.float64(1), [np.ones(2), "s"], torch.float16,
+    "text", None, 3, 2.5, True, b"b", {1, 2}, object(), range(3), [3, 2], np.ones(3), np.float64(1), [np.ones(2), "s"], torch.float16,
 ], ids=str)  # fmt: skip
 def test_what_is_no_tensor_passes_through_untouched(value):
     """D11, D13: also lengths in a plain list; NumPy arrays."""
