@@ -246,6 +246,16 @@ def test_counts_are_by_place_in_the_order_of_their_first_appearance() -> None:
     assert syncs[0] in syncs
 
 
+def test_a_copy_to_the_host_leaves_the_original_on_the_device() -> None:
+    with find_syncs() as syncs:
+        loss = x.sum()
+        history = [loss.cpu().item(), x.cpu().tolist()]
+        history.append(loss.item())
+        torch.unique(x)
+        x.tolist()
+    assert entries(syncs) == [(".cpu()", 2), (".item()", 1), ("torch.unique()", 1), (".tolist()", 1)]
+
+
 def test_the_table_tells_where_what_how_often_and_what_to_do() -> None:
     with find_syncs() as syncs:
         pass

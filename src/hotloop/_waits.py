@@ -74,7 +74,7 @@ def _sorts(elements: Any, tests: Any, *, assume_unique: bool = False, **_: Any) 
     """`isin` compares with few elements directly, and makes many of them unique first."""
     if assume_unique or not (isinstance(elements, Tensor) and isinstance(tests, Tensor)):
         return False
-    return tests.numel() >= 10 * elements.numel() ** 0.145
+    return bool(tests.numel() >= 10 * elements.numel() ** 0.145)
 
 
 # By the operator's name in torch.ops.aten.

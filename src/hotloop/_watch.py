@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch has no publi
 from hotloop import _waits as rules
 from hotloop._tree import leaves
 
+Place = tuple[str, int]  # a file and a line
+
 
 @dataclass
 class Sync:
@@ -55,8 +57,9 @@ class Watch:
         self.on_accelerator = False
         self.thread = threading.get_ident()
         self._call: Call | None = None
-        # What `.cpu()` returned. On a CPU that is the tensor itself, and reading it is no second wait.
-        self._copied: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        # What the last `.cpu()` returned, and where. On a CPU that is the tensor itself: to read it in `x.cpu().numpy()` is no
+        # second wait, but another line may read the original.
+        self._copied: tuple[weakref.ref[Tensor], Place] | None = None
 
     def run(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function`, and record what waits in it as one call."""
@@ -71,12 +74,17 @@ class Watch:
 
     def run_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads, hint = rules.FUNCTIONS.get(func, (rules.never, ""))
-        copied = bool(args) and self._copied.get(id(args[0])) is args[0]
-        on_host = copied or rules.checks_on_host(func, args, kwargs)
+        on_host = self._is_copied_here(args) or rules.checks_on_host(func, args, kwargs)
         result = self.run(Call(func, hint, False, reads(*args, **kwargs), on_host), func, *args, **kwargs)
         if func == Tensor.cpu:
-            self._copied[id(result)] = result
+            self._copied = weakref.ref(result), _place(list(self.stack()))
         return result
+
+    def _is_copied_here(self, args: tuple[Any, ...]) -> bool:
+        if self._copied is None or not args:
+            return False
+        copied, place = self._copied
+        return copied() is args[0] and place == _place(list(self.stack()))
 
     def see_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         devices = {tensor.device.type for tensor in leaves((args, kwargs))}
@@ -108,10 +116,8 @@ class Watch:
         stack = list(self.stack())
         if assumed and _is_work_of_the_host(stack, call.op):
             return
-        frame = next((f for f in stack if _owner(f) == "user"), None)
-        frame = frame or next((f for f in stack if _owner(f) == "package"), stack[0])
         op = call.op if isinstance(call.op, str) else rules.call_name(call.op)
-        file, line = frame.f_code.co_filename, frame.f_lineno
+        file, line = _place(stack)
         self.found.setdefault((op, file, line), Sync(op, 0, file, line, call.hint)).count += 1
 
     def stack(self) -> Iterator[FrameType]:
@@ -139,11 +145,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]
     """Shows every call of a torch function to a watch."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,6 +182,13 @@ def _owner(frame: FrameType) -> str:
     if any(folder in file for folder in _PACKAGES):
         return "package"
     return "python" if file.startswith(_PYTHON) else "user"
+
+
+def _place(stack: list[FrameType]) -> Place:
+    """The innermost line of the user's; where there is none, of a package."""
+    frame = next((f for f in stack if _owner(f) == "user"), None)
+    frame = frame or next((f for f in stack if _owner(f) == "package"), stack[0])
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _is_work_of_the_host(stack: list[FrameType], op: Any) -> bool:
