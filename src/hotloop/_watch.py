@@ -132,11 +132,11 @@ class Watch:
                 frame = frame.f_back
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every operator to a watch."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,11 +145,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class Functions(TorchFunctionMode):
     """Shows every call of a torch function to a watch."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
