@@ -10,7 +10,6 @@ Against the naive loop (default optimizer, float32, the loss read in every step)
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +105,7 @@ def main() -> None:
                 results[kind][name] = measure(WORKLOADS[name])
                 print(f"\n{kind}: {name}\n{table(results[kind][name])}", flush=True)
     if chosen == list(WORKLOADS):
-        print(write("baseline", {"load": os.getloadavg(), **results}))
+        print(write("baseline", results))
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg(),
         "accelerator": _accelerator(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import loops
 from benchmarks.loops import Loop
-from benchmarks.measure import assert_close, interleave, one_thread, summary, table, write
+from benchmarks.measure import assert_close, counted, interleave, one_thread, summary, table, write
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROUNDS = {"tiny MLP": 60, "tabular MLP": 20, "ResNet-like": 6, "GPT-like": 12, "LSTM": 20}
@@ -117,7 +117,8 @@ def measure(workload: Workload, rounds: int) -> dict[str, dict[str, float]]:
         assert_same(made)
         times = interleave({name: loop.run for name, loop in made.items()}, rounds=rounds)
         assert_same(made)
-    return summary(times, base="naive", per=workload.steps)
+        rows = summary(times, base="naive", per=workload.steps)
+        return {name: {**row, **counted(made[name].run, workload.steps)} for name, row in rows.items()}
 
 
 def assert_same(made: dict[str, Loop]) -> None:
