@@ -22,7 +22,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         return found + [d for i, (x, y) in enumerate(zip(a, b, strict=False)) for d in differences(x, y, f"{path}[{i}]")]
     if type(a) is not type(b):
         return [f"{path}: {type(a).__name__} and {type(b).__name__}"]
-    same = a == b or (isinstance(a, float) and a != a and b != b)
+    same = repr(a) == repr(b) if isinstance(a, float | complex) else a == b  # nan is nan, and -0.0 is not 0.0
     return [] if same else [f"{path}: {a!r} and {b!r}"]
 
 
