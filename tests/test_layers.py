@@ -16,16 +16,17 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_parts",
-    "_tree _benchmark_flag _reading _modes _rebind _window _forms _detours _folded_weights _found_models",
+    "_tree _reading _modes _rebind _window _forms _detours _folded_weights _found_models _parts",
     # one duty each, over the parts and the tools
-    "_plan _facts _metrics _call _ledger _update _transfer _deferred _waits _item_cost",
-    # the decisions, the wrapped model, and what a step, a loader and a report are made of
-    "transforms.* _proxy _recovery _state _batch_loss _in_memory _folding _watch _workers _worker_safety _comparison",
-    "transforms _validate _progress _loading _data_loader _syncs _model_calls",
-    "_step _evaluation _loops",
-    "_optimize _runners",
-    "_compare _evaluate",
+    "_plan _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
+    # the wrapped model, and what decisions, steps, loaders and reports are made of
+    "_facts _proxy _recovery _state _batch_loss _in_memory _folding _watch _workers _worker_safety _comparison",
+    # the decisions; the loaders
+    "transforms.* _validate _progress _loading _data_loader _syncs",
+    "transforms _step _loops _model_calls",
+    "_optimize _evaluation",
+    "_compare _runners",
+    "_evaluate",
     "__init__",
     "__main__",
 ]
