@@ -198,6 +198,7 @@ IN_COMPILED_CODE = {
 @pytest.mark.parametrize("methods", [(), ("encode",)], ids=["", "named"])
 @pytest.mark.parametrize("name", IN_COMPILED_CODE)
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, of swapped parameters behind a graph break
 def test_methods_in_compiled_code(name, methods):
     """F-9c: they may break the graph, and run."""
     model = optimize(Encodes(), methods=methods)

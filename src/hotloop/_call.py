@@ -83,8 +83,7 @@ def _has_swapped_parameters(module: nn.Module) -> bool:
 
 def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
-    # With exact=True a model whose own parameters are 16-bit gives what it gives: only our autocast is undone.
-    cast = not live.exact or parts.autocast.dtype is not None
+    cast = _casts(live, parts)
     if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not detach:
         return output
 
@@ -99,17 +98,27 @@ def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, An
     """The same call in a form that `torch.compile`, `export` and `jit.trace` can follow."""
     parts = live.parts
     args, kwargs = _traced_map(lambda t: t.to(parts.device), (args, kwargs))
+    finish = as_float32 if _casts(live, parts) else _as_it_is
     keeps = live.in_step or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
     if keeps or any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
         with parts.autocast():
-            return _traced_map(as_float32, run(*args, **kwargs))
+            return _traced_map(finish, run(*args, **kwargs))
     with torch.no_grad(), parts.autocast():
-        return _traced_map(as_float32, run(*args, **kwargs))
+        return _traced_map(finish, run(*args, **kwargs))
+
+
+def _casts(live: Live, parts: Parts) -> bool:
+    # With exact=True a model whose own parameters are 16-bit gives what it gives: only our autocast is undone.
+    return not live.exact or parts.autocast.dtype is not None
 
 
 def as_float32(tensor: Tensor) -> Tensor:
     """A 16-bit tensor in float32, any other as it is."""
     return tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _traced_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:

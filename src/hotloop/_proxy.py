@@ -54,9 +54,16 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
             if name == "module":  # as under DDP
                 return module
             raise
-        if isinstance(value, types.MethodType) and value.__self__ is module:
-            return _Method(value, self)
-        return value
+        if not isinstance(value, types.MethodType) or value.__self__ is not module:
+            return value
+        if torch.compiler.is_compiling():  # dynamo cannot see into a proxy of a method
+            return self._called(value) if name in self._self_live.methods else value
+        method = _Method(value)
+        method._self_proxy = self
+        return method
+
+    def _called(self, method: types.MethodType) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(method, self._self_live, args, kwargs)
 
     def __repr__(self) -> str:
         return repr(self.__wrapped__)
@@ -87,15 +94,13 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
 class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
     """A method of the module that hands back the wrapper where it would hand back the module."""
 
-    def __init__(self, method: types.MethodType, proxy: ModelProxy) -> None:
-        super().__init__(method)
-        self._self_proxy = proxy
+    _self_proxy: ModelProxy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method, proxy = self.__wrapped__, self._self_proxy
         name = method.__name__
         if name in proxy._self_live.methods:
-            return call(method, proxy._self_live, args, kwargs)
+            return proxy._called(method)(*args, **kwargs)
         result = _moving(method, proxy, args, kwargs) if name in _MOVING else method(*args, **kwargs)
         return proxy if result is method.__self__ else result
 

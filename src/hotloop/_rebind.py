@@ -35,7 +35,9 @@ def following(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.
 
 
 def _slots(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    return {(m, name): p for m in module.modules() for name, p in m._parameters.items() if p is not None}
+    # A ScriptModule keeps its parameters in C++, moves them in place, and hands out new Python objects each time.
+    modules = (m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule))
+    return {(m, name): p for m in modules for name, p in m._parameters.items() if p is not None}
 
 
 def _repoint(optimizer: Optimizer, renamed: dict[Tensor, Tensor]) -> None:

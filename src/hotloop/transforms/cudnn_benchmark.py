@@ -37,14 +37,14 @@ def decide(facts: Facts, wish: Wish) -> Decision:
         raise ValueError(
             f"optimize(..., cudnn_benchmark={wish!r}): cudnn_benchmark is 'auto', True or False; write one of these"
         )
+    if facts.machine.cudnn_benchmark:
+        return Decision("cudnn_benchmark", "as it is", "torch.backends.cudnn.benchmark is on already: your choice")
     if facts.machine.deterministic:
         return Decision("cudnn_benchmark", "off", "deterministic algorithms are asked for, and benchmarking may change them")
     if facts.exact:
         return Decision("cudnn_benchmark", "off", "exact=True: another algorithm may round differently")
     if not facts.traits.convolutions:
         return Decision("cudnn_benchmark", "off", "the model has no convolution")
-    if facts.machine.cudnn_benchmark:
-        return Decision("cudnn_benchmark", "as it is", "torch.backends.cudnn.benchmark is on already: your choice")
     why = f"on when a shape is first seen, for {CREDIT} shapes; {EARN} calls with a known shape earn one more"
     return _decision("by shape", why, ByShape)
 
@@ -108,6 +108,6 @@ class ByShape:
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The shapes of all tensors in the arguments of a call, hashable."""
-    if not kwargs and all(type(a) is Tensor for a in args):
+    if not kwargs and all(type(a) is Tensor and not a.is_nested for a in args):
         return tuple([a.shape for a in args])
-    return tuple([t.shape for t in leaves((args, kwargs))])
+    return tuple([(t.dim(), t.numel()) if t.is_nested else t.shape for t in leaves((args, kwargs))])
