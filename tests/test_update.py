@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import hotloop
 from parity.twins import differences, plain_loop, snapshot
@@ -332,6 +333,112 @@ def test_several_optimizers_share_one_update():
 
     assert differences(loop(net(), wrapped), loop(net(), by_hand)) == []
     assert steps[0].updates == 6
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one, as they are found in many repositories: torch's own constructor is not called."""
+
+    def __init__(self, base):
+        self.base, self.count = base, 0
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.base.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            with torch.no_grad():
+                for slow, fast in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+                    slow.lerp_(fast, 0.5)
+                    fast.copy_(slow)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_optimizer_around_another(precision):
+    def optimizer_of(model):
+        return Lookahead(SGD(model.parameters(), lr=0.1))
+
+    plain, model = net(), net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=precision == "fp16")
+    optimizer = optimizer_of(plain)
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
+            output = plain(x)
+        scaler.scale(MSE(output.float(), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    options = {"scaler": torch.amp.GradScaler("cpu", init_scale=64.0)} if precision == "fp16" else {}
+    step = optimize(model, optimizer_of(model), MSE, precision=precision, **options).step
+    assert not any(step(x, y).skipped for x, y in batches(5))
+    assert differences(snapshot(model), snapshot(plain)) == []
+    assert (step.updates, step.skipped) == (5, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_hooks_of_the_users_own_run_once_per_update(precision, scheduled):
+    """On the optimizer and for all optimizers, set before `optimize` or later."""
+    seen, model = [], net()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    scheduler = StepLR(optimizer, 1) if scheduled else None
+    handles = [optimizer.register_step_pre_hook(lambda *_: seen.append("before"))]
+    step = optimize(model, optimizer, MSE, precision=precision, scheduler=scheduler).step
+    data = batches(4)
+    step(*data[0])
+    handles.append(optimizer.register_step_post_hook(lambda *_: seen.append("after")))
+    step(*data[1])
+    handles.append(register_optimizer_step_pre_hook(lambda *_: seen.append("before any")))
+    handles.append(register_optimizer_step_post_hook(lambda *_: seen.append("after any")))
+    step(*data[2])
+    for handle in handles:
+        handle.remove()
+    step(*data[3])
+    assert sorted(seen) == sorted(["before"] * 3 + ["after"] * 2 + ["before any", "after any"])
+
+
+def test_a_profiler_sees_the_update():
+    model = net()
+    step = optimize(model, SGD(model.parameters(), lr=0.1), MSE).step
+    step(*batches(1)[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(*batches(1)[0])
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+
+
+def test_an_update_of_ones_own_class_is_the_one_that_runs():
+    """Also where the class changes `step` after `optimize`, or the instance has a step of its own."""
+    calls, model = [], net()
+
+    class Own(SGD):
+        pass
+
+    optimizer = Own(model.parameters(), lr=0.1)
+    step = optimize(model, optimizer, MSE).step
+    step(*batches(1)[0])
+    Own.step = lambda self, closure=None: calls.append("class")
+    step(*batches(1)[0])
+    optimizer.step = lambda closure=None: calls.append("instance")
+    step(*batches(1)[0])
+    assert calls == ["class", "instance"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["bare", "clip"])
+def test_a_loss_that_reaches_no_parameter(precision, options):
+    """As in a plain loop nothing is changed, and nothing complains."""
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    step = optimize(model, SGD(model.parameters(), lr=0.1), precision=precision, **options).step
+    x = torch.randn(4, requires_grad=True)
+    assert step(x.sum()).updated
+    assert differences(model.state_dict(), before) == []
+    model_loss = MSE(model(torch.randn(5, 4)), torch.randn(5, 2))
+    step(model_loss)
+    assert not torch.equal(before["0.weight"], model[0].weight)
 
 
 def test_a_tuple_of_optimizers_and_one_scheduler():

@@ -464,6 +464,29 @@ def test_a_stray_zero_grad_of_one_of_several_models_raises(which):
         step(sum(m(x).sum() for m in models))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, once a process
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_stray_zero_grad_that_leaves_zeros_raises(sparse):
+    model = nn.EmbeddingBag(6, 2, sparse=sparse)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    step = optimize(model, optimizer, accumulate=2).step
+    words = torch.randint(6, (3, 2))
+    step(model(words).sum())
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        step(model(words).sum())
+    assert [step(model(words).sum()).updated for _ in range(2)] == [False, True]
+
+
+def test_gradients_that_are_changed_in_place_are_no_alarm():
+    """Clipped by hand inside a window, for example."""
+    model, step = made(accumulate=2)
+    first, second = batches(4, 4)
+    step(*first)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert step(*second).updated
+
+
 def test_a_stray_zero_grad_after_a_further_loss_raises():
     model, step = made()
     ((x, y),) = batches(4)

@@ -145,3 +145,51 @@ def test_lbfgs(model, options):
     """O1, O3: every evaluation sees the same batch, and dropout draws as it does in the plain loop."""
     lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=4)
     assert_bitwise(MODELS[model], lbfgs, loop=plain_closure_loop, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("variant", ["bare", "clip", "accumulate"])
+def test_models_of_other_dtypes(dtype, optimizer, variant):
+    """They run as they are: nothing is cast, neither the output nor the loss."""
+
+    def run(loop):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6, dtype=dtype), nn.Linear(6, 2, dtype=dtype))
+        batches = [(torch.randn(5, 4).to(dtype), torch.randn(5, 2).to(dtype)) for _ in range(10)]
+        optimizer_ = OPTIMIZERS[optimizer](model.parameters())
+        return loop(model, optimizer_, batches), snapshot(model, optimizer_)
+
+    def loss_fn(output, y):
+        return (output - y).abs().square().mean()
+
+    def by_hand(model, optimizer, batches):
+        return plain_loop(model, optimizer, loss_fn, batches, **VARIANTS[variant])
+
+    def wrapped(model, optimizer, batches):
+        model, step = optimize(model, optimizer, loss_fn, **VARIANTS[variant])
+        return [dict(step(x, y)) for x, y in batches]
+
+    assert differences(run(wrapped), run(by_hand)) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_model():
+    def script(make):
+        torch.manual_seed(1)
+        return torch.jit.script(make())
+
+    assert_bitwise(partial(script, Mlp), OPTIMIZERS["adam"], accumulate=2)
+
+
+def test_batches_of_a_tensor_class_of_the_users_own():
+    class Image(torch.Tensor):
+        pass
+
+    plain, model = Mlp(), Mlp()
+    model.load_state_dict(plain.state_dict())
+    batches = [(x.as_subclass(Image), y) for x, y in data()[:10]]
+    logged = plain_loop(plain, OPTIMIZERS["sgd"](plain.parameters()), nn.CrossEntropyLoss(), batches)
+    step = optimize(model, OPTIMIZERS["sgd"](model.parameters()), nn.CrossEntropyLoss()).step
+    assert [dict(step(x, y)) for x, y in batches] == logged
+    assert differences(snapshot(model), snapshot(plain)) == []

@@ -64,6 +64,39 @@ def gan(wrapped, rounds):
     return snapshot(*parts), log
 
 
+def wasserstein(wrapped, rounds):
+    """A penalty on the gradient of the critic, by a double backward; several updates of the critic for one of the generator."""
+    critic = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+    opt_c, opt_g = (Adam(m.parameters(), lr=1e-3, betas=(0.0, 0.9)) for m in (critic, generator))
+    parts, log = (critic, generator, opt_c, opt_g), []
+    if wrapped:
+        critic, step_c = optimize(critic, opt_c)
+        generator, step_g = optimize(generator, opt_g)
+    for number in range(rounds):
+        real, fake = torch.randn(6, 4) + 1, generator(torch.randn(6, 3)).detach()
+        between = torch.lerp(real, fake, torch.rand(6, 1)).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
+        loss = critic(fake).mean() - critic(real).mean() + penalty
+        if wrapped:
+            log.append(step_c(loss, penalty=penalty)["penalty"])
+        else:
+            opt_c.zero_grad()
+            loss.backward()
+            opt_c.step()
+            log.append(penalty.item())
+        if number % 3 == 2:
+            loss = -critic(generator(torch.randn(6, 3))).mean()
+            if wrapped:
+                step_g(loss)
+            else:
+                opt_g.zero_grad()
+                loss.backward()
+                opt_g.step()
+    return snapshot(*parts), log
+
+
 class Agent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -538,7 +571,7 @@ def language_model(wrapped, rounds):
 
 
 LOOPS = [
-    gan, policy_gradient, detector, distillation, contrastive, diffusion, vae, graph, series, averaged, two_critics,
+    gan, wasserstein, policy_gradient, detector, distillation, contrastive, diffusion, vae, graph, series, averaged, two_critics,
     dict_batches, language_model,
 ]  # fmt: skip
 
