@@ -22,15 +22,17 @@ _TELLING = (RuntimeError, TypeError, ValueError, AssertionError)
 class Recovery:
     """Runs calls under automatic choices that user code may not bear, and runs a failed one again without them.
 
-    The first call that raises is repeated without one choice, then without all, from the same random state and buffers. Where
-    that works, the choice stays off for all models of the plan, which quotes the error; where it does not, the error was the
-    user's own and is the one that the plain configuration gives.
+    The first call that raises is repeated without one choice, then without all, from the same random state and (until the
+    mode has run once: saving them costs an operator each) the same buffers. Where that works, the choice stays off for all
+    models of the plan, which quotes the error; where it does not, the error was the user's own and is the one that the plain
+    configuration gives.
     """
 
     def __init__(self, lives: Sequence[Live], choices: list[tuple[Decision, str]]) -> None:
         self._lives = lives
         self._choices = choices  # with what holds in its place
         self._running = False
+        self._proven: set[tuple[int, bool]] = set()
 
     def copy(self, live: Live) -> Recovery:
         """For a copy of a model."""
@@ -40,10 +42,13 @@ class Recovery:
         """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
         if self._running:  # a call inside a step is repeated with the whole step
             return run()
-        saved = _Snapshot(live.parts)
+        mode = (id(live), live.parts.model.training)
+        saved = _Snapshot(live.parts, with_buffers=mode not in self._proven)
         self._running = True
         try:
-            return run()
+            result = run()
+            self._proven.add(mode)
+            return result
         except torch.OutOfMemoryError:
             raise
         except _TELLING as error:
@@ -84,15 +89,15 @@ class Recovery:
 
 
 class _Snapshot:
-    """What a call changes besides its result: the random state and the model's buffers."""
+    """What a call changes besides its result: the random state and, on demand, the model's buffers."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, with_buffers: bool) -> None:
         self._random = torch.get_rng_state()
         self._device = parts.device
         module: Any = None if parts.device.type == "cpu" else torch.get_device_module(parts.device)
         self._module = module if hasattr(module, "get_rng_state") else None
         self._on_device = None if self._module is None else self._module.get_rng_state(parts.device)
-        self._buffers = [b for b in parts.model.buffers() if not nn.parameter.is_lazy(b)]
+        self._buffers = [b for b in parts.model.buffers() if not nn.parameter.is_lazy(b)] if with_buffers else []
         with torch.no_grad():
             self._values = [b.clone() for b in self._buffers]
 

@@ -119,21 +119,27 @@ class Step(Progress):
         self._run_backward(loss)
 
     def _run_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        scaler = self._live.parts.scaler
         try:
-            if scaler is not self._scaled_by and self._window.is_open:  # float16 was taken back in the middle of a window
-                self._update.rescale(1 / self._scaled_by.get_scale())
-            self._scaled_by = scaler
-            torch.autograd.backward(scaler.scale(loss), retain_graph=retain_graph)
+            self._keep_one_scale()
+            torch.autograd.backward(self.scaler.scale(loss), retain_graph=retain_graph)
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):
                 forms.explain_backward(error)
             raise
 
+    def _keep_one_scale(self) -> None:
+        """Unscale what is in the window if float16 was taken back since."""
+        scaler = self.scaler
+        if scaler is not self._scaled_by:
+            if self._window.is_open:
+                self._update.rescale(1 / self._scaled_by.get_scale())
+            self._scaled_by = scaler
+
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
         """Apply the window."""
         try:
+            self._keep_one_scale()
             self._ledger.before_update()
             norm, flags = self._update(factor)
         except BaseException:
