@@ -111,7 +111,7 @@ def test_cheap_items_get_none(clock):
     """L2."""
     loader = data_loader(Items(computing(clock, 2e-6)), 32)
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (0, False, None)
-    assert "0.002 ms an item" in loader.plan["num_workers"].why
+    assert "2 µs an item" in loader.plan["num_workers"].why
 
 
 class Batched(Items):

@@ -66,19 +66,19 @@ def workers_for(cost: Cost, room: Room, batches: float, persistent: bool) -> tup
     there = cost.size * cost.worker_item + cost.collation + _HANDOVER + _HANDOVER_BYTE * cost.bytes
     waits = cost.busy < _WAITS
     fitting = in_shared_memory(cost, room)
-    figures = f"{_ms(cost.item)} an item, {_ms(here)} a batch of {cost.size}"
+    figures = f"{_time(cost.item)} an item, {_time(here)} a batch of {cost.size}"
     if not fitting:
         return 0, f"{figures}; a batch has {_mb(cost.bytes)}, the shared memory {_mb(room.shared_memory)} left"
     count = int(max(1, min(max(room.cores, _MOST_WAITING) if waits else room.cores, _MOST, fitting, batches)))
     # Items that keep several cores busy have their gain already; items that wait share a core.
     period = there / min(count, room.cores / cost.busy)
     if period > _WORTH * here:
-        return 0, f"{figures}; from {_workers(count)} one would take {_ms(period)}"
+        return 0, f"{figures}; from {_workers(count)} one would take {_time(period)}"
     start = (_START if room.method == "fork" else _START_WITH_IMPORTS) * count
     if (here - period) * batches * (_EPOCHS if persistent else 1) < start:
         return 0, f"{figures}; {_workers(count)} would not earn the {start:.1f} s that they take to start"
     kind = "mostly waiting" if waits else "computing"
-    return count, f"{figures}, {kind}; from {_workers(count)} one takes {_ms(period)}"
+    return count, f"{figures}, {kind}; from {_workers(count)} one takes {_time(period)}"
 
 
 def in_shared_memory(cost: Cost, room: Room, ahead: int = 1) -> int:
@@ -90,8 +90,9 @@ def _workers(count: int) -> str:
     return f"{count} worker{'s' * (count > 1)}"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _time(seconds: float) -> str:
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
+    return f"{seconds / size:.3g} {unit}"
 
 
 def _mb(size: float) -> str:
