@@ -83,9 +83,9 @@ def _has_swapped_parameters(module: nn.Module) -> bool:
 
 def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
-    cast = _casts(live, parts)
     if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not detach:
         return output
+    cast = _casts(live, parts)
 
     def finish(tensor: Tensor) -> Tensor:
         tensor = as_float32(tensor) if cast else tensor

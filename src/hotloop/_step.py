@@ -47,7 +47,6 @@ class Step(Progress):
         self._closure = closure
         self._scaled_by = self.scaler
         self._update = Update(
-            self._live,
             self._models,
             self._optimizers,
             clip_norm=settings.clip_norm,
@@ -67,7 +66,8 @@ class Step(Progress):
         samples or tokens.
         """
         share = 1.0 if weight is None else forms.check_weight(weight)
-        forms.refuse_inference_mode(args, kwargs)
+        if torch.is_inference_mode_enabled():
+            forms.refuse_inference_mode(args, kwargs)
         if self._window.is_open:
             self._window.check()
         enabled, was_in_step = torch.is_grad_enabled(), self._live.in_step
@@ -120,28 +120,27 @@ class Step(Progress):
 
     def _run_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         try:
-            self._keep_one_scale()
-            torch.autograd.backward(self.scaler.scale(loss), retain_graph=retain_graph)
+            torch.autograd.backward(self._scaler_in_window().scale(loss), retain_graph=retain_graph)
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):
                 forms.explain_backward(error)
             raise
 
-    def _keep_one_scale(self) -> None:
-        """Unscale what is in the window if float16 was taken back since."""
-        scaler = self.scaler
+    def _scaler_in_window(self) -> torch.amp.GradScaler:
+        """The scaler of now. If float16 was taken back in the middle of a window, what is in it is unscaled first."""
+        scaler = self._live.parts.scaler
         if scaler is not self._scaled_by:
             if self._window.is_open:
                 self._update.rescale(1 / self._scaled_by.get_scale())
             self._scaled_by = scaler
+        return scaler
 
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
         """Apply the window."""
         try:
-            self._keep_one_scale()
             self._ledger.before_update()
-            norm, flags = self._update(factor)
+            norm, flags = self._update(factor, self._scaler_in_window())
         except BaseException:
             self._window.drop()
             raise

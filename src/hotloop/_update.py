@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim
 
-from hotloop._parts import Live
-
 _global_hooks = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
 
 
@@ -26,7 +24,6 @@ class Update:
 
     def __init__(
         self,
-        live: Live,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         *,
@@ -34,7 +31,6 @@ class Update:
         before_update: Callable[[], object] | None,
         on_foreign: Callable[[], None],
     ) -> None:
-        self._live = live
         self._models = models
         self._optimizers = optimizers
         self._clip_norm = clip_norm
@@ -46,14 +42,13 @@ class Update:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(_reporting_to(self))
 
-    def __call__(self, factor: float) -> tuple[Tensor | None, list[Any]]:
+    def __call__(self, factor: float, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
         """The norm of the gradients before clipping, if they are clipped, and for each optimizer whether it was skipped.
 
         The flags are empty without a scaler, and tensors where only the device knows.
         """
         if factor != 1.0:
             self.rescale(factor)
-        scaler = self._live.parts.scaler
         self._running = True
         self._stepped.clear()
         try:
@@ -140,12 +135,13 @@ class Update:
                     parameter.grad.mul_(factor)
 
     def _remember(self) -> None:
-        self._applied = [
-            weakref.ref(gradient)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            if (gradient := next((p.grad for p in group["params"] if p.grad is not None), None)) is not None
-        ]
+        self._applied = applied = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        applied.append(weakref.ref(parameter.grad))
+                        break
 
     def on_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: ours, or, with gradients that are applied already, a leftover of the old loop."""
