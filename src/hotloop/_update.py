@@ -39,8 +39,12 @@ class Update:
         self._running = False
         self._stepped: set[int] = set()
         self._applied: list[Any] = []  # weakly, one gradient of each group that has been applied
+        self._reporting: set[int] = set()
         for optimizer in optimizers:
-            optimizer.register_step_post_hook(_reporting_to(self))
+            # An optimizer around another one may have left torch's constructor, and with it the hooks, out.
+            if getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks"):
+                optimizer.register_step_post_hook(_reporting_to(self))
+                self._reporting.add(id(optimizer))
 
     def __call__(self, factor: float, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
         """The norm of the gradients before clipping, if they are clipped, and for each optimizer whether it was skipped.
@@ -101,8 +105,8 @@ class Update:
         return norm, list(flags.values())
 
     def _flag(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
-        """Whether the optimizer was skipped: a tensor if its kernel has decided that on the device."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        """Whether the optimizer was skipped: a tensor if its kernel has decided that on the device, or if it reports nothing."""
+        if id(optimizer) in self._reporting and not getattr(optimizer, "_step_supports_amp_scaling", False):
             return id(optimizer) not in self._stepped
         found = list(scaler._found_inf_per_device(optimizer).values())
         if len(found) > 1:
