@@ -141,6 +141,19 @@ def test_inside_a_step(precision, grad, mode):
     assert not torch.equal(raw.layer.weight, before)
 
 
+@pytest.mark.parametrize("who", ["both", "the child alone"])
+def test_inside_a_step_a_wrapped_child_keeps_its_graph(who):
+    """F-6c: a wrapped part of the model that is trained must not be cut off without a word."""
+    backbone = nn.Linear(4, 4)
+    child = optimize(backbone)
+    model, step = training(nn.Sequential(child, nn.Linear(4, 2)))
+    (model if who == "both" else child).eval()
+    before = backbone.weight.detach().clone()
+    step(X, Y)
+    assert not torch.equal(backbone.weight, before)
+    assert not child.eval()(X).requires_grad
+
+
 def test_after_a_step_an_eval_call_keeps_no_graph():
     model, step = training(Probe())
     step(X, Y)

@@ -506,6 +506,36 @@ def test_several_models_are_placed_together():
     assert str(one.weight.device) == str(two.weight.device) == DEVICE
 
 
+def test_a_model_on_the_host_joins_one_that_is_there_already():
+    one, two = nn.Linear(4, 4).to(DEVICE), nn.Linear(4, 2)
+    opt = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+    (a, b), step = optimize([one, two], opt)
+    step(b(a(X)).square().mean())
+    assert str(two.weight.device) == DEVICE
+    assert step.plan["placement"].choice == DEVICE
+
+
+def test_a_model_that_is_spread_stays_as_it_is_and_is_not_said_to_have_been_moved():
+    class Offloaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2).to(DEVICE)
+            self.bad = False
+
+        def forward(self, x):
+            x = self.first(x.cpu())
+            return self.second(x if self.bad else x.to(DEVICE))
+
+    model, step, raw, _ = training(Offloaded)
+    step(X, Y)
+    assert step.plan["placement"].choice == "as it is"
+    assert raw.first.weight.device.type == "cpu"
+    raw.bad = True
+    with pytest.raises(RuntimeError, match="same device") as error:
+        model(X)
+    assert "optimize moved" not in str(error.value)
+
+
 class Immovable(nn.Linear):
     def _apply(self, fn, recurse=True):
         raise RuntimeError("it stays")
@@ -690,11 +720,21 @@ def test_a_move_of_the_users_own_is_not_blamed_on_optimize(who):
     assert "optimize moved" not in str(error.value)
 
 
-def test_another_error_is_left_alone():
-    model, *_ = training()
-    with pytest.raises(RuntimeError) as error:
-        model(torch.ones(5, 3))
-    assert "optimize moved" not in str(error.value)
+@pytest.mark.parametrize("error", [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError(f"a {simgpu.NAME} kernel failed"),
+    torch.OutOfMemoryError(f"out of memory, see notes/{simgpu.NAME}.html"),
+], ids=str)  # fmt: skip
+def test_another_error_is_left_alone(error):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise error
+
+    before = str(error)
+    model, *_ = training(lambda: Fails(4, 2))
+    with pytest.raises(type(error)) as raised:
+        model(X)
+    assert raised.value is error
+    assert str(error) == before
 
 
 def test_the_next_good_batch_trains():
