@@ -422,6 +422,30 @@ def test_placement_takes_the_state_of_the_optimizer_along(optimizer):
     assert str(model.device) == DEVICE
 
 
+def test_an_optimizer_with_a_closure_goes_on_there():
+    """O1: LBFGS keeps lists in its state, and the list of its parameters."""
+
+    def on_the_host(net):
+        opt = torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+        def closure():
+            opt.zero_grad()
+            loss = F.mse_loss(net(X), torch.ones(5, 2))
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        return opt, lambda: opt.step(closure).item()
+
+    raw = nn.Linear(4, 2)
+    twin = copy.deepcopy(raw)
+    (opt, _), (_, plain) = on_the_host(raw), on_the_host(twin)
+    _, step = optimize(raw, opt, nn.MSELoss())
+    for _ in range(3):
+        assert step(X, torch.ones(5, 2))["loss"] == pytest.approx(plain(), rel=1e-4)
+    assert str(raw.weight.device) == DEVICE
+
+
 def test_parameter_groups_keep_their_options():
     raw = mlp()
     opt = torch.optim.SGD([{"params": raw[0].parameters(), "lr": 0.5}, {"params": raw[2].parameters()}], lr=0.0)

@@ -159,3 +159,36 @@ def test_the_swap_of_parameters_on_conversion_is_fine():
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert module.embed.weight is module.head.weight is weight
     assert optimizer.state[weight]["exp_avg"].is_meta
+
+
+def quadratic(module):
+    def closure():
+        module.zero_grad()
+        loss = module(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def test_an_optimizer_that_keeps_the_list_of_a_group():
+    """O1: LBFGS reads its parameters off the list that it was made with."""
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(module.parameters())
+    with following(module, [optimizer]):
+        module.load_state_dict(copy.deepcopy(nn.Linear(4, 2).state_dict()), assign=True)
+    optimizer.step(quadratic(module))
+    assert quadratic(module)().item() < 1e-6
+
+
+def test_state_at_any_depth_goes_along():
+    """O1: LBFGS keeps lists of directions, all in the state of its first parameter."""
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=3)
+    optimizer.step(quadratic(module))
+    with following(module, [optimizer]):
+        module.to("meta")
+    state = optimizer.state[module.weight]
+    assert state["d"].is_meta
+    assert [t.device.type for t in state["old_dirs"]] == ["meta"] * len(state["old_dirs"])
+    assert state["old_dirs"]
