@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -169,7 +168,7 @@ _PLAIN_LOOP = f"{_HOTLOOP}_loops.py"  # stands for a user's
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOADERS = (os.path.join(_TORCH, "utils", "data", ""), f"{_HOTLOOP}_loading.py")
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-_PYTHON = ("<frozen", "<eval_with_key", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+_PYTHON = ("<frozen", "<eval_with_key", os.path.dirname(os.__file__) + os.sep)
 
 
 def _owner(frame: FrameType) -> str:
