@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from hotloop import optimize
+from hotloop import fast_eval, optimize, prefetch
 
 SEED = 0
+Loader = DataLoader[tuple[Tensor, ...]]
 
 
 def make_model() -> nn.Module:
@@ -45,54 +46,72 @@ def make_data() -> tuple[TensorDataset, TensorDataset]:
 
 @dataclass
 class Run:
-    """One way to train: what it has cost and how far it has come."""
+    """One way to train: an epoch, which returns the loss of each step, and the accuracy on a loader."""
 
     name: str
-    model: nn.Module
-    step: Callable[[Tensor, Tensor], float]
+    train: Callable[[], list[float]]
+    accuracy: Callable[[Loader], float]
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def train_epoch(self, loader: DataLoader[tuple[Tensor, ...]], bar: tqdm[object], seed: int) -> None:
+    def epoch(self, bar: tqdm[object], seed: int) -> None:
         torch.manual_seed(seed)  # the same shuffle and the same dropout for both
         start = time.perf_counter()
-        self.model.train()
-        epoch = [self.step(x, y) for x, y in loader]
+        losses = self.train()
         self.seconds += time.perf_counter() - start
-        self.losses += epoch
-        bar.set_postfix(loss=f"{sum(epoch) / len(epoch):.4f}")
+        self.losses += losses
+        bar.set_postfix(loss=f"{sum(losses) / len(losses):.4f}")
         bar.update()
 
-    def accuracy(self, data: TensorDataset) -> float:
-        x, y = data.tensors
-        self.model.eval()
-        with torch.no_grad():
-            return (self.model(x).argmax(1).cpu() == y).double().mean().item()
 
-
-def plain() -> Run:
+def plain(loader: Loader) -> Run:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     loss_fn = nn.CrossEntropyLoss()
 
-    def step(x: Tensor, y: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
+    def train() -> list[float]:
+        losses = []
+        model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
 
-    return Run("plain", model, step)
+    def accuracy(loader: Loader) -> float:
+        hits = total = 0
+        model.eval()
+        with torch.no_grad():
+            for x, y in loader:
+                hits += (model(x).argmax(1) == y).sum().item()
+                total += len(y)
+        return hits / total
+
+    return Run("plain", train, accuracy)
 
 
-def wrapped() -> Run:
+def wrapped(loader: Loader) -> Run:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
     model, train_step = optimize(model, optimizer, nn.CrossEntropyLoss())  # the one line
 
+    def train() -> list[float]:
+        model.train()
+        return [train_step(x, y)["loss"] for x, y in prefetch(loader, model)]
+
+    @fast_eval
+    def accuracy(loader: Loader) -> float:
+        hits = total = 0
+        for x, y in loader:
+            hits += (model(x).argmax(1) == y).sum()
+            total += len(y)
+        return hits / total
+
     print(f"What hotloop switched on, and why:\n{train_step.plan}\n")
-    return Run("hotloop", model, lambda x, y: train_step(x, y)["loss"])
+    return Run("hotloop", train, accuracy)
 
 
 def draw(runs: list[Run], path: str) -> None:
@@ -123,24 +142,24 @@ def smoothed(losses: list[float], keep: float = 0.95) -> list[float]:
     return means
 
 
-def main(epochs: int = 30, picture: str = "demo.png") -> list[Run]:
+def main(epochs: int = 30, picture: str = "demo.png") -> None:
     torch.set_num_threads(1)  # a net this small gains nothing from more, and threads suffer most on a busy machine
     train, test = make_data()
     loader = DataLoader(train, batch_size=64, shuffle=True)
-    runs = [plain(), wrapped()]
+    runs = [plain(loader), wrapped(loader)]
     bars = [tqdm(total=epochs, desc=f"{run.name:<8}", unit="epoch", position=i) for i, run in enumerate(runs)]
     for epoch in range(epochs):
         for run, bar in zip(runs, bars, strict=True):
-            run.train_epoch(loader, bar, seed=epoch)
+            run.epoch(bar, seed=epoch)
     for bar in bars:
         bar.close()
 
     for run in runs:
-        print(f"{run.name:<8} {run.accuracy(test):.2%} of the test digits right, {run.seconds:.2f} s of training")
+        accuracy = run.accuracy(DataLoader(test, batch_size=64))
+        print(f"{run.name:<8} {accuracy:.2%} of the test digits right, {run.seconds:.2f} s of training")
     print(f"hotloop took {runs[1].seconds / runs[0].seconds:.2f} of the plain loop's time")
     draw(runs, picture)
     print(f"loss curves: {picture}")
-    return runs
 
 
 if __name__ == "__main__":

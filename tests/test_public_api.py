@@ -15,12 +15,17 @@ from torch import nn
 
 import hotloop
 
-NAMES = {"optimize", "Metrics", "Plan"}
+NAMES = {"optimize", "fast_eval", "prefetch", "data_loader", "compare", "find_syncs", "Metrics", "Plan"}
 
 SIGNATURES = {
     "optimize": "(model, optimizer=None, loss_fn=None, *, device='auto', precision='auto', cudnn_benchmark='auto', "
     "inference='no_grad', accumulate=1, clip_norm=None, scheduler=None, scaler=None, before_update=None, methods=(), "
     "metrics=None, keep_output=False, exact=False)",
+    "fast_eval": "(function=None, /, *, model=None, precision='auto', inference='no_grad', fold_batchnorm='auto')",
+    "prefetch": "(loader, device='auto', *, depth=2)",
+    "data_loader": "(dataset, batch_size=1, **dataloader_arguments)",
+    "compare": "(make, batches, *, steps=100, **wishes)",
+    "find_syncs": "()",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hotloop import optimize
+from hotloop import fast_eval, find_syncs, optimize, prefetch
 
 net = nn.Linear(2, 2)
 adam = torch.optim.Adam(net.parameters())
@@ -27,3 +27,16 @@ metrics["loss"] = 3.0  # error
 metrics["loss"].backward()  # error
 metrics.updated = True  # error
 step.no_such_method()  # error
+
+
+@fast_eval
+def accuracy(model: nn.Module, times: int) -> float:
+    return 0.0
+
+
+accuracy(net, "twice")  # error
+accuracy(net, 1).backward()  # error
+fast_eval(precision="int8")  # error
+prefetch(3)  # error
+prefetch([1], "cpu", 2)  # error
+find_syncs("cuda")  # error
