@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-SCRIPTS = ("overhead", "baseline", "peers")
+SCRIPTS = ("overhead", "baseline", "peers", "loading")
 
 
 def main() -> int:
