@@ -442,7 +442,7 @@ def test_an_optimizer_with_a_closure_goes_on_there():
     (opt, _), (_, plain) = on_the_host(raw), on_the_host(twin)
     _, step = optimize(raw, opt, nn.MSELoss())
     for _ in range(3):
-        assert step(X, torch.ones(5, 2))["loss"] == pytest.approx(plain(), rel=1e-4)
+        assert step(X, torch.ones(5, 2))["loss"] == pytest.approx(plain(), rel=1e-3, abs=1e-6)
     assert str(raw.weight.device) == DEVICE
 
 
