@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.measure import Times, interleave, ratio, summary, table, write
+from benchmarks.measure import Times, interleave, one_thread, ratio, summary, table, write
 from hotloop._data_loader import data_loader
 from hotloop._loading import prefetch
 
@@ -144,11 +144,12 @@ def over_the_best(times: Times) -> dict[str, float]:
 
 
 def main() -> None:
-    memory = {
-        f"{'x'.join(map(str, shape))}, batch {batch}": in_memory(shape, batch)
-        for shape in ((64,), (3, 32, 32))
-        for batch in (32, 256)
-    }
+    with one_thread():
+        memory = {
+            f"{'x'.join(map(str, shape))}, batch {batch}": in_memory(shape, batch)
+            for shape in ((64,), (3, 32, 32))
+            for batch in (32, 256)
+        }
     print(table({name: figures["prefetch"] for name, figures in memory.items()}), flush=True)
     costly = {name: chosen(make) for name, make in KINDS.items()}
     print(table({name: {k: v for k, v in row.items() if k != "why"} for name, row in costly.items()}))
