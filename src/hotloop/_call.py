@@ -75,10 +75,22 @@ def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _has_swapped_parameters(module: nn.Module) -> bool:
-    """Whether `torch.func.functional_call` has put its own tensors in the parameters' places: they are inputs as well."""
-    if any(p is not None and not isinstance(p, nn.Parameter) for p in module._parameters.values()):
+    """Whether `torch.func` has put its own tensors in the parameters' places: they are inputs as well."""
+    if _transform_level() is not None:
         return True
-    return any(child is not None and _has_swapped_parameters(child) for child in module._modules.values())
+    first = _first_parameter(module)  # a look at all of them would cost as much as a small model's call
+    return first is not None and not isinstance(first, nn.Parameter)
+
+
+_transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+
+
+def _first_parameter(module: nn.Module) -> Tensor | None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    children = (_first_parameter(child) for child in module._modules.values() if child is not None)
+    return next((found for found in children if found is not None), None)
 
 
 def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
@@ -138,10 +150,13 @@ def _traced_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+_MIXED = ("same device", "should be the same", "Input type", "is on cpu", "mixed with")
+
+
 def explain_devices(error: RuntimeError, live: Live) -> None:
     """Add to torch's complaint about mixed devices that `optimize` moved the model, and what was left behind."""
     device, text = live.parts.device, str(error)
-    if live.moved_from is None or device.type not in text:
+    if live.moved_from is None or device.type not in text or not any(sign in text for sign in _MIXED):
         return
     left = [
         f"self.{f'{name}.' if name else ''}{attribute}"

@@ -39,6 +39,7 @@ class Traits:
     """What the models are made of."""
 
     devices: frozenset[torch.device]
+    spread: bool  # one of the models has parameters on an accelerator and elsewhere
     floats: frozenset[torch.dtype]  # dtypes of the floating parameters
     convolutions: frozenset[int]  # their spatial dimensions
     lstm: bool
@@ -88,12 +89,18 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
     total = sum(p.numel() for p in known)
     return Traits(
         devices=frozenset(t.device for t in tensors),
+        spread=any(_is_spread(module) for module in modules),
         floats=frozenset(p.dtype for p in parameters if p.is_floating_point()),
         convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
         parameters=total,
         wide=sum(p.numel() for p in known if _is_wide(p)) / max(total, 1),
     )
+
+
+def _is_spread(module: nn.Module) -> bool:
+    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    return len(devices) > 1 and any(device.type != "cpu" for device in devices)
 
 
 def _is_wide(parameter: torch.Tensor) -> bool:

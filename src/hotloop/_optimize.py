@@ -210,7 +210,7 @@ def _build(
     for live, came_from in zip(lives, before, strict=True):
         live.plan, live.recovery = plan, recovery
         live.companions = [module for module, _ in jobs[len(modules) :]]
-        live.moved_from = None if came_from == device else came_from
+        live.moved_from = None if came_from == device or decisions[0].choice == "as it is" else came_from
     return lives
 
 

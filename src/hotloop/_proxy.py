@@ -102,7 +102,11 @@ class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         if name in proxy._self_live.methods:
             return proxy._called(method)(*args, **kwargs)
         result = _moving(method, proxy, args, kwargs) if name in _MOVING else method(*args, **kwargs)
-        return proxy if result is method.__self__ else result
+        if result is not method.__self__:
+            return result
+        if not hasattr(nn.Module, name):
+            _follow(proxy)
+        return proxy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.__wrapped__, memo)
@@ -120,15 +124,23 @@ def _moving(method: Callable[..., Any], proxy: ModelProxy, args: tuple[Any, ...]
     _refuse_other_dtype(method.__name__, module, args, kwargs)
     with following(module, live.parts.optimizers):
         result = method(*args, **kwargs)
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), live.parts.device)
-    if device != live.parts.device:
-        autocast = replace(live.parts.autocast, device_type=device.type)
-        live.parts = replace(live.parts, device=device, autocast=autocast)
-        live.moved_from = None  # from here on it is the user who moves
-        for companion in live.companions:
-            with following(companion, live.parts.optimizers):
-                companion.to(device)
+    _follow(proxy)
     return result
+
+
+def _follow(proxy: ModelProxy) -> None:
+    """Let `model.device`, the loss function and the optimizers' state be where the model is now."""
+    live, module = proxy._self_live, proxy.__wrapped__
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), live.parts.device)
+    if device == live.parts.device:
+        return
+    live.parts = replace(live.parts, device=device, autocast=replace(live.parts.autocast, device_type=device.type))
+    live.moved_from = None  # from here on it is the user who moves
+    for companion in live.companions:
+        with following(companion, live.parts.optimizers):
+            companion.to(device)
+    with following(module, live.parts.optimizers):
+        pass  # a method of the user's own has moved it
 
 
 def _refuse_other_dtype(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

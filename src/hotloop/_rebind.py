@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotloop._tree import move
+
 
 @contextmanager
-def following(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device | None = None) -> Iterator[None]:
+def following(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Inside, the module's parameters may move or be replaced; on the way out ties, optimizer groups and state follow.
 
     `Module.to` swaps the data of a parameter in place for most moves, but makes new parameters for some backends and for the
@@ -42,7 +44,7 @@ def _slots(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 
 def _repoint(optimizer: Optimizer, renamed: dict[Tensor, Tensor]) -> None:
     for group in optimizer.param_groups:
-        group["params"] = [renamed.get(p, p) for p in group["params"]]
+        group["params"][:] = [renamed.get(p, p) for p in group["params"]]  # LBFGS holds on to the list itself
     for old, new in renamed.items():
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
@@ -55,5 +57,5 @@ def _move_state(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.device != parameter.device and (key != "step" or counter_follows):
-                    state[key] = value.to(parameter.device)
+                if key != "step" or counter_follows:
+                    state[key] = move(value, parameter.device)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop import _forms as forms
 from hotloop._batch_loss import BatchLoss, Settings
 from hotloop._metrics import Metrics
-from hotloop._parts import Live
+from hotloop._parts import Live, live_of
 from hotloop._plan import Plan
 from hotloop._progress import Progress
 from hotloop._reading import Reading, snapshot
@@ -44,6 +44,8 @@ class Step(Progress):
     ) -> None:
         super().__init__(lives, optimizers, schedulers, plan, window=settings.accumulate, loss_fn=settings.loss_fn)
         self._batch_loss = BatchLoss(self._lives, settings)
+        # The wrapped models that a model is made of are inside its step as well.
+        self._inside = [*self._lives, *(live for model in self._models for live in _wrapped_children(model))]
         self._closure = closure
         self._scaled_by = self.scaler
         self._update = Update(
@@ -71,14 +73,14 @@ class Step(Progress):
         if self._window.is_open:
             self._window.check()
         enabled, was_in_step = torch.is_grad_enabled(), self._live.in_step
-        for live in self._lives:
+        for live in self._inside:
             live.in_step = True
         try:
             if not enabled:
                 torch.set_grad_enabled(True)
             return self._train(args, kwargs, share)
         finally:
-            for live in self._lives:
+            for live in self._inside:
                 live.in_step = was_in_step
                 live.parts.flags.restore()
             if not enabled:
@@ -222,3 +224,12 @@ class Step(Progress):
         self._ledger.add(reading, len(flags))
         self._means.add(names, reading, 1.0)
         return True
+
+
+def _wrapped_children(module: nn.Module) -> Iterator[Live]:
+    for child in module._modules.values():  # `modules()` would pass by the wrappers
+        if child is not None:
+            live = live_of(child)
+            if live is not None:
+                yield live
+            yield from _wrapped_children(child)

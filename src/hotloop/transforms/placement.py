@@ -19,9 +19,9 @@ Device = torch.device | str | int
 def decide(facts: Facts, wish: Device) -> Decision:
     """Where the parameters already are if that is an accelerator; else the accelerator; else the CPU."""
     device, why = resolve(facts, wish)
-    devices = facts.traits.devices
-    if wish == "auto" and len(devices) > 1 and any(d.type != "cpu" for d in devices):
-        return Decision("placement", "as it is", f"the model is spread over {_listed(devices)}", partial(_at, device))
+    if wish == "auto" and facts.traits.spread:
+        why = f"the model is spread over {', '.join(sorted(map(str, facts.traits.devices)))}"
+        return Decision("placement", "as it is", why, partial(_at, device))
     return _on(device, why)
 
 
@@ -39,10 +39,6 @@ def resolve(facts: Facts, wish: Device) -> tuple[torch.device, str]:
 
 def _at(device: torch.device, parts: Parts) -> Parts:
     return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
-
-
-def _listed(devices: frozenset[torch.device]) -> str:
-    return ", ".join(sorted(map(str, devices)))
 
 
 def _usable(wish: Device) -> torch.device:
@@ -63,7 +59,7 @@ def _on(device: torch.device, why: str) -> Decision:
         tensors = [*parts.model.parameters(), *parts.model.buffers()]
         if any(t.device != device for t in tensors):
             came_from[parts.model] = tensors[0].device
-            with following(parts.model, parts.optimizers, device):
+            with following(parts.model, parts.optimizers):
                 parts.model.to(device)
         return _at(device, parts)
 
@@ -71,7 +67,7 @@ def _on(device: torch.device, why: str) -> Decision:
         origin = came_from.get(parts.model)
         if origin is None:
             return parts
-        with following(parts.model, parts.optimizers, origin):
+        with following(parts.model, parts.optimizers):
             parts.model.to(origin)
         return _at(origin, parts)
 
