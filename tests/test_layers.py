@@ -18,7 +18,7 @@ LAYERS = [
     # plain data, and tools that know nothing of the rest
     "_tree _reading _modes _window _forms _detours _folded_weights _found_models _parts",
     # one duty each, over the parts and the tools
-    "_plan _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
+    "_plan _rebind _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
     # the wrapped model, and what decisions, steps, loaders and reports are made of
     "_facts _proxy _recovery _state _batch_loss _in_memory _folding _watch _workers _worker_safety _comparison",
     # the decisions; the loaders
