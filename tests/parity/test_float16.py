@@ -284,6 +284,16 @@ def test_nan_data_does_not_loop_in_silence(fused):
     assert (step.updates, step.skipped) == (0, 45)
 
 
+def test_a_loss_in_sixteen_bits_does_not_overflow_by_its_scale():
+    """Scaled in float16, a loss of 100 would be infinite."""
+    net = nn.Linear(6, 3)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model, step = hotloop.optimize(net, optimizer, device="cpu", precision="fp16", scaler=scaler())
+    metrics = step((model(torch.ones(2, 6)).mean() + 100).half())
+    assert metrics["loss"] > 90
+    assert not metrics.skipped
+
+
 def test_a_good_step_ends_a_run_of_skips():
     net = Net()
     step = optimize(net, SGD(net.parameters(), lr=0.1), loss_fn, scaler=scaler()).step
