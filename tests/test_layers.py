@@ -24,9 +24,9 @@ LAYERS = [
     # the decisions; the loaders
     "transforms.* _validate _progress _loading _data_loader _syncs",
     "transforms _step _loops _model_calls",
-    "_optimize _evaluation",
-    "_compare _runners",
-    "_evaluate",
+    "_build _evaluation",
+    "_optimize _runners",
+    "_compare _evaluate",
     "__init__",
     "__main__",
 ]

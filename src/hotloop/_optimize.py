@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -11,15 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import NamedTuple
 
-from hotloop import _plan, _validate
+from hotloop import _validate
 from hotloop._batch_loss import Settings
+from hotloop._build import build, remarks
 from hotloop._facts import Facts, machine, needs_closure, traits
-from hotloop._parts import Live, Parts
-from hotloop._plan import Decision, Plan
+from hotloop._parts import Live
+from hotloop._plan import Plan
 from hotloop._proxy import wrap
-from hotloop._recovery import Recovery
 from hotloop._step import Step
-from hotloop.transforms import TRANSFORMS, placement
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -44,6 +42,7 @@ def optimize(
     device: Device = ...,
     precision: Precision = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
+    compile: bool | dict[str, Any] = ...,
     inference: Inference = ...,
     methods: Sequence[str] = ...,
     exact: bool = ...,
@@ -57,6 +56,7 @@ def optimize(
     device: Device = ...,
     precision: Precision = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
+    compile: bool | dict[str, Any] = ...,
     inference: Inference = ...,
     accumulate: int = ...,
     clip_norm: float | None = ...,
@@ -77,6 +77,7 @@ def optimize(
     device: Device = ...,
     precision: Precision = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
+    compile: bool | dict[str, Any] = ...,
     inference: Inference = ...,
     accumulate: int = ...,
     clip_norm: float | None = ...,
@@ -96,6 +97,7 @@ def optimize(
     device: Device = "auto",
     precision: str = "auto",
     cudnn_benchmark: Any = "auto",
+    compile: bool | dict[str, Any] = False,
     inference: str = "no_grad",
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -117,6 +119,7 @@ def optimize(
         device: where to run. "auto": where the parameters are, else the accelerator, else the CPU.
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), or "auto": 16 bits where this hardware gains from it.
         cudnn_benchmark: "auto" sets the flag for each shape when it is first seen; True and False are obeyed.
+        compile: True, or a dict of torch.compile's arguments.
         inference: what an eval-mode call does with gradients: "no_grad", "inference_mode" or "grad".
         accumulate: micro-batches to an update.
         clip_norm: the largest norm of all gradients together; the norm before clipping is the metric `grad_norm`.
@@ -143,7 +146,7 @@ def optimize(
     (['loss'], True)
     """
     modules = _validate.models(model)
-    wishes = {"device": device, "precision": precision, "cudnn_benchmark": cudnn_benchmark}
+    wishes = {"device": device, "precision": precision, "cudnn_benchmark": cudnn_benchmark, "compile": compile}
     _validate.inference(inference)
     _validate.flag("exact", exact)
     called = _validate.methods(methods, modules)
@@ -158,7 +161,7 @@ def optimize(
             metrics=(metrics, None),
             keep_output=(keep_output, False),
         )
-        lives = _build(modules, [], None, wishes, Facts(machine(), traits(modules), exact=exact))
+        lives = build(modules, [], None, wishes, Facts(machine(), traits(modules), exact=exact))
         return _wrapped(model, lives, inference, called)
     optimizers = _validate.optimizers(optimizer, modules, loss_fn)
     closure = needs_closure(optimizers[0])
@@ -174,44 +177,13 @@ def optimize(
     )
     schedulers = _validate.schedulers(scheduler, optimizers)
     facts = Facts(machine(), traits(modules), exact=exact, scaler=scaler, closure=closure)
-    lives = _build(modules, optimizers, loss_fn, wishes, facts)
+    lives = build(modules, optimizers, loss_fn, wishes, facts)
     plan: Plan = lives[0].plan
-    for decision in _remarks(modules, optimizers, loss_fn, schedulers):
+    for decision in remarks(modules, optimizers, loss_fn, schedulers):
         plan.record(decision)
     settings = Settings(loss_fn, accumulate, clip_norm, before_update, metrics, keep_output)
     step = Step(lives, optimizers, schedulers, settings, plan, closure=closure)
     return Optimized(_wrapped(model, lives, inference, called), step)
-
-
-def _build(
-    modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, wishes: dict[str, Any], facts: Facts
-) -> list[Live]:
-    """Decide, then apply to every module; the first error undoes everything."""
-    device, _ = placement.resolve(facts, wishes["device"])
-    facts = replace(facts, device=device)
-    decisions = [decide(facts, wishes[name]) for name, decide in TRANSFORMS]
-    before = [next((t.device for t in (*m.parameters(), *m.buffers())), device) for m in modules]
-    jobs = [(module, decisions) for module in modules]
-    if isinstance(loss_fn, nn.Module):
-        jobs.append((loss_fn, decisions[:1]))  # a loss function is placed, and nothing else
-    done: list[Parts] = []
-    try:
-        done.extend(_plan.apply(chosen, Parts(module, tuple(optimizers))) for module, chosen in jobs)
-    except BaseException:
-        for parts, (_, chosen) in zip(done, jobs, strict=False):
-            _plan.revert(chosen, parts)
-        raise
-    plan = Plan(decisions)
-    # A user's own scaler is a wish for float16, and no automatic choice.
-    automatic = wishes["precision"] == "auto" and (facts.scaler is None or not facts.scaler.is_enabled())
-    taken_back = [(d, "fp32") for d in decisions if automatic and d.name == "precision" and "16" in d.choice]
-    lives = [Live(parts, exact=facts.exact) for parts in done[: len(modules)]]
-    recovery = Recovery(lives, taken_back) if taken_back else None
-    for live, came_from in zip(lives, before, strict=True):
-        live.plan, live.recovery = plan, recovery
-        live.companions = [module for module, _ in jobs[len(modules) :]]
-        live.moved_from = None if came_from == device or decisions[0].choice == "as it is" else came_from
-    return lives
 
 
 def _wrapped(given: Any, lives: list[Live], inference: str, methods: tuple[str, ...]) -> Any:
@@ -220,23 +192,3 @@ def _wrapped(given: Any, lives: list[Live], inference: str, methods: tuple[str, 
         live.inference, live.methods = inference, methods
         wrapped.append(wrap(live.parts.model, live))
     return wrapped if isinstance(given, list | tuple) else wrapped[0]
-
-
-def _remarks(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, schedulers: list[Any]) -> list[Decision]:
-    """What a reader of the plan should know besides the decisions."""
-    remarks = []
-    if schedulers:
-        names = ", ".join(type(s).__name__ for s in schedulers)
-        remarks.append(Decision("scheduler", names, "moved once per update; a schedule per epoch is yours to step"))
-    own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
-    others = [
-        f"parameter {j} of {type(o).__name__} {tuple(p.shape)}"
-        for o in optimizers
-        for j, p in enumerate(p for group in o.param_groups for p in group["params"])
-        if id(p) not in own
-    ]
-    if others:
-        shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        why = f"the optimizer also trains {shown}: in no model given here, so hotloop neither moves nor casts them"
-        remarks.append(Decision("other parameters", str(len(others)), why))
-    return remarks

@@ -1,0 +1,67 @@
+"""What `optimize` does once everything is known to be in order: decide, apply to every module, write the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hotloop import _plan
+from hotloop._facts import Facts
+from hotloop._parts import Live, Parts
+from hotloop._plan import Decision, Plan
+from hotloop._recovery import Recovery
+from hotloop.transforms import TRANSFORMS, placement
+
+
+def build(
+    modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, wishes: dict[str, Any], facts: Facts
+) -> list[Live]:
+    """Decide, then apply to every module; the first error undoes everything."""
+    device, _ = placement.resolve(facts, wishes["device"])
+    facts = replace(facts, device=device)
+    decisions = [decide(facts, wishes[name]) for name, decide in TRANSFORMS]
+    before = [next((t.device for t in (*m.parameters(), *m.buffers())), device) for m in modules]
+    jobs = [(module, decisions) for module in modules]
+    if isinstance(loss_fn, nn.Module):
+        jobs.append((loss_fn, decisions[:1]))  # a loss function is placed, and nothing else
+    done: list[Parts] = []
+    try:
+        done.extend(_plan.apply(chosen, Parts(module, tuple(optimizers))) for module, chosen in jobs)
+    except BaseException:
+        for parts, (_, chosen) in zip(done, jobs, strict=False):
+            _plan.revert(chosen, parts)
+        raise
+    plan = Plan(decisions)
+    # A user's own scaler is a wish for float16, and no automatic choice.
+    automatic = wishes["precision"] == "auto" and (facts.scaler is None or not facts.scaler.is_enabled())
+    taken_back = [(d, "fp32") for d in decisions if automatic and d.name == "precision" and "16" in d.choice]
+    lives = [Live(parts, exact=facts.exact) for parts in done[: len(modules)]]
+    recovery = Recovery(lives, taken_back) if taken_back else None
+    for live, came_from in zip(lives, before, strict=True):
+        live.plan, live.recovery = plan, recovery
+        live.companions = [module for module, _ in jobs[len(modules) :]]
+        live.moved_from = None if came_from == device or decisions[0].choice == "as it is" else came_from
+    return lives
+
+
+def remarks(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, schedulers: list[Any]) -> list[Decision]:
+    """What a reader of the plan should know besides the decisions."""
+    remarks = []
+    if schedulers:
+        names = ", ".join(type(s).__name__ for s in schedulers)
+        remarks.append(Decision("scheduler", names, "moved once per update; a schedule per epoch is yours to step"))
+    own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
+    others = [
+        f"parameter {j} of {type(o).__name__} {tuple(p.shape)}"
+        for o in optimizers
+        for j, p in enumerate(p for group in o.param_groups for p in group["params"])
+        if id(p) not in own
+    ]
+    if others:
+        shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        why = f"the optimizer also trains {shown}: in no model given here, so hotloop neither moves nor casts them"
+        remarks.append(Decision("other parameters", str(len(others)), why))
+    return remarks
