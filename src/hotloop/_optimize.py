@@ -13,7 +13,7 @@ from typing_extensions import NamedTuple
 from hotloop import _validate
 from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
-from hotloop._facts import Facts, machine, needs_closure, traits
+from hotloop._facts import Facts, machine, needs_closure, optimizer_traits, traits
 from hotloop._parts import Live
 from hotloop._plan import Plan
 from hotloop._proxy import wrap
@@ -55,6 +55,7 @@ def optimize(
     *,
     device: Device = ...,
     precision: Precision = ...,
+    fused: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
     inference: Inference = ...,
@@ -76,6 +77,7 @@ def optimize(
     *,
     device: Device = ...,
     precision: Precision = ...,
+    fused: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
     inference: Inference = ...,
@@ -96,6 +98,7 @@ def optimize(
     *,
     device: Device = "auto",
     precision: str = "auto",
+    fused: Any = "auto",
     cudnn_benchmark: Any = "auto",
     compile: bool | dict[str, Any] = False,
     inference: str = "no_grad",
@@ -118,6 +121,7 @@ def optimize(
             `"loss"`. Without it the model returns its own loss, or `step(loss)` is given one. A module is moved too.
         device: where to run. "auto": where the parameters are, else the accelerator, else the CPU.
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), or "auto": 16 bits where this hardware gains from it.
+        fused: fused optimizer kernels, switched on in your own optimizer; "auto": where they pay.
         cudnn_benchmark: "auto" sets the flag for each shape when it is first seen; True and False are obeyed.
         compile: True, or a dict of torch.compile's arguments.
         inference: what an eval-mode call does with gradients: "no_grad", "inference_mode" or "grad".
@@ -146,13 +150,20 @@ def optimize(
     (['loss'], True)
     """
     modules = _validate.models(model)
-    wishes = {"device": device, "precision": precision, "cudnn_benchmark": cudnn_benchmark, "compile": compile}
+    wishes = {
+        "device": device,
+        "precision": precision,
+        "fused": fused,
+        "cudnn_benchmark": cudnn_benchmark,
+        "compile": compile,
+    }
     _validate.inference(inference)
     _validate.flag("exact", exact)
     called = _validate.methods(methods, modules)
     if optimizer is None:
         _validate.without_optimizer(
             loss_fn=(loss_fn, None),
+            fused=(fused, "auto"),
             accumulate=(accumulate, 1),
             clip_norm=(clip_norm, None),
             scheduler=(scheduler, None),
@@ -176,7 +187,14 @@ def optimize(
         keep_output=keep_output,
     )
     schedulers = _validate.schedulers(scheduler, optimizers)
-    facts = Facts(machine(), traits(modules), exact=exact, scaler=scaler, closure=closure)
+    facts = Facts(
+        machine(),
+        traits(modules),
+        optimizers=tuple(optimizer_traits(o, modules) for o in optimizers),
+        exact=exact,
+        scaler=scaler,
+        closure=closure,
+    )
     lives = build(modules, optimizers, loss_fn, wishes, facts)
     plan: Plan = lives[0].plan
     for decision in remarks(modules, optimizers, loss_fn, schedulers):

@@ -142,6 +142,9 @@ class Step(Progress):
         """Apply the window."""
         try:
             self._ledger.before_update()
+            for look in self._live.parts.on_gradients:
+                if (changed := look()) is not None:
+                    self.plan.record(changed)
             norm, flags = self._update(factor, self._scaler_in_window())
         except BaseException:
             self._window.drop()
