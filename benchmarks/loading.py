@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.measure import Times, interleave, one_thread, ratio, summary, table, write
-from hotloop._data_loader import data_loader
-from hotloop._loading import prefetch
+from hotloop import data_loader, prefetch
 
 ITEM = 2e-3  # seconds that an item of the second part takes in this process
 SIZE = 32

@@ -19,10 +19,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from hotloop import _item_cost, _workers
-from hotloop._data_loader import data_loader
+from hotloop import _item_cost, _workers, data_loader, prefetch
 from hotloop._item_cost import Cost, measure
-from hotloop._loading import prefetch
 from hotloop._workers import Room, workers_for
 
 

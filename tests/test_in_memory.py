@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from hotloop._loading import prefetch
+from hotloop import prefetch
 
 N = 23
 

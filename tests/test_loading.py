@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import simgpu
-from hotloop import optimize
-from hotloop._loading import prefetch
+from hotloop import optimize, prefetch
 from hotloop._transfer import transfer_to
 
 Pair = namedtuple("Pair", "x y")
@@ -256,7 +255,7 @@ def test_an_error_leaves_no_cycle():
 WORKER_DIES = """
 import os, sys, time, torch
 from torch.utils.data import DataLoader
-from hotloop._loading import prefetch
+from hotloop import prefetch
 
 class Dying:
     def __len__(self):
