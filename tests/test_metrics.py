@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import pickle
@@ -41,6 +42,12 @@ class TestMetrics:
         assert json.dumps(dict(m)) == '{"loss": 0.5, "hits": 3}'
         assert torch.tensor(m["loss"]).item() == 0.5
         assert (lambda loss, hits: loss + hits)(**m) == 3.5
+
+    def test_a_progress_bar_takes_it_as_it_is(self):
+        tqdm = pytest.importorskip("tqdm").tqdm
+        with tqdm(total=1, file=io.StringIO()) as bar:
+            bar.set_postfix(metrics())
+            assert bar.postfix == "hits=3, loss=0.5"
 
     @pytest.mark.parametrize("read", [float, lambda m: m.item(), lambda m: m["loss"]], ids=["float", "item", "index"])
     def test_it_stands_for_the_loss(self, read):

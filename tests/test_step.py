@@ -233,6 +233,31 @@ def test_a_custom_operator_with_its_own_casts(precision):
     assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_a_custom_operator_without_casts_fails_in_words_of_torchs():
+    """A29: where the precision was asked for, it is not taken back."""
+
+    class Uncast(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x.float() @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient @ weight.T, x.T @ gradient
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Uncast.apply(super().forward(x), torch.eye(3).requires_grad_())
+
+    model, step, _ = made(Net(4, 3), precision="bf16")
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        step(*batches(1)[0])
+    assert "hotloop" not in str(caught.value)
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(precision, reentrant):

@@ -97,7 +97,7 @@ def wasserstein(wrapped, rounds):
     return snapshot(*parts), log
 
 
-class Agent(nn.Module):
+class Actor(nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.policy, self.value = nn.Linear(4, 16), nn.Linear(16, 3), nn.Linear(16, 1)
@@ -114,15 +114,15 @@ class Agent(nn.Module):
 
 def policy_gradient(wrapped, rounds):
     """An episode row by row through a method of the model, then one loss over all of it."""
-    agent = Agent()
-    optimizer = Adam(agent.parameters(), lr=0.01)
-    parts, log = (agent, optimizer), []
+    actor = Actor()
+    optimizer = Adam(actor.parameters(), lr=0.01)
+    parts, log = (actor, optimizer), []
     if wrapped:
-        agent, step = optimize(agent, optimizer, methods=("act",), clip_norm=0.5)
+        actor, step = optimize(actor, optimizer, methods=("act",), clip_norm=0.5)
     for _ in range(rounds):
         observation, logs, values, rewards = torch.randn(4), [], [], []
         for _ in range(6):
-            action, log_probability, value = agent.act(observation)
+            action, log_probability, value = actor.act(observation)
             logs.append(log_probability)
             values.append(value)
             rewards.append(float(action == 1) + observation[0].item())
@@ -137,7 +137,7 @@ def policy_gradient(wrapped, rounds):
         else:
             optimizer.zero_grad()
             loss.backward()
-            norm = clip_grad_norm_(agent.parameters(), 0.5).item()
+            norm = clip_grad_norm_(actor.parameters(), 0.5).item()
             optimizer.step()
         log.append([loss.item(), norm])
     return snapshot(*parts), log
