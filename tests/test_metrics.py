@@ -47,7 +47,7 @@ class TestMetrics:
         tqdm = pytest.importorskip("tqdm").tqdm
         with tqdm(total=1, file=io.StringIO()) as bar:
             bar.set_postfix(metrics())
-            assert bar.postfix == "hits=3, loss=0.5"
+            assert bar.postfix == "loss=0.5, hits=3"
 
     @pytest.mark.parametrize("read", [float, lambda m: m.item(), lambda m: m["loss"]], ids=["float", "item", "index"])
     def test_it_stands_for_the_loss(self, read):
