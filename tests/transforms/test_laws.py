@@ -126,7 +126,8 @@ def test_exact_changes_no_bit_by_itself(name, decide):
     for model in MODELS.values():
         for facts in situations(model()):
             if facts.exact:
-                assert decide(facts, "auto").choice in allowed.get(name, {"off", "as it is"})
+                wish = "auto" if "auto" in WISHES[name] else WISHES[name][0]
+                assert decide(facts, wish).choice in allowed.get(name, {"off", "as it is"})
 
 
 def fields(parts):
@@ -166,8 +167,9 @@ def test_applying_changes_neither_the_flags_nor_the_parts_that_it_was_given(name
     before, parts = state(), Parts(module)
     kept = fields(parts)
     for wish in WISHES[name]:
-        if wish != "meta":
-            decide(Facts(_facts.machine(), traits([module])), wish).apply(parts)
+        facts = Facts(_facts.machine(), traits([module]))
+        if wish != "meta" and answer(decide, facts, wish)[0]:
+            decide(facts, wish).apply(parts)
     assert fields(parts) == kept
     assert state() == before
 

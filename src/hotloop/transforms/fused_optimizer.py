@@ -23,6 +23,8 @@ def decide(facts: Facts, wish: Any) -> Decision:
         return Decision(_NAME, "off", "asked for: the optimizers stay as they are")
     if wish is not True and wish != "auto":
         raise ValueError(f"optimize(..., fused={wish!r}): fused is 'auto', True or False; write one of these")
+    if wish is True and not facts.optimizers:
+        raise ValueError("optimize(..., fused=True): there is no optimizer to switch; leave fused away, or pass one")
     if not facts.optimizers:
         return Decision(_NAME, "off", "there is no optimizer")
     if wish is True:
