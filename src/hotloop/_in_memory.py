@@ -134,7 +134,8 @@ def _readable_ahead(batches: Any) -> bool:
 
 def _in_chunks(batches: Any, to_index: _ToIndex) -> Iterator[_Indexed]:
     size = batches.batch_size
-    numbers = chain.from_iterable(_runs(iter(batches.sampler)))
+    # The count is known: a RandomSampler that is asked once more makes, and throws away, another permutation.
+    numbers = islice(chain.from_iterable(_runs(iter(batches.sampler))), len(batches.sampler))
     while items := list(islice(numbers, max(_CHUNK // size, 1) * size)):
         if batches.drop_last:
             del items[len(items) - len(items) % size :]
