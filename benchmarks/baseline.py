@@ -21,7 +21,7 @@ from benchmarks.loops import Loop
 from benchmarks.measure import assert_close, interleave, one_thread, summary, table, write
 from benchmarks.workloads import WORKLOADS, Workload
 
-SECONDS = 12  # for the timed rounds of one table
+SECONDS = 8  # for the timed rounds of one table
 LOOPS: dict[str, Callable[[Workload], Loop]] = {
     "naive": loops.naive,
     "bare": loops.bare,
