@@ -7,9 +7,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn.modules import module as module_hooks
 
 from hotloop._tree import map_leaves
+
+# Private, as these hooks have no public list; where torch cannot tell, nothing is sent.
+_has_global_hooks: Callable[[], bool] = getattr(module_hooks, "_has_any_global_hook", lambda: True)
 
 
 class Sender(Protocol):
@@ -22,11 +27,26 @@ class Sender(Protocol):
         """Send no more of them."""
 
 
+class Call:
+    """One call of a model in this thread: what was sent in it, and who has looked at the state of things at its start."""
+
+    __slots__ = ("looked", "sent")
+
+    def __init__(self) -> None:
+        self.sent: list[weakref.ref[Deferred]] = []
+        self.looked: Any = None
+
+
 class _Scope(threading.local):
-    sent: list[weakref.ref[Deferred]] | None = None
+    call: Call | None = None
 
 
 _scope = _Scope()
+
+
+def current_call() -> Call | None:
+    """The call of a model that this thread is in, and in which it may send."""
+    return _scope.call
 
 
 class Deferred(Tensor):
@@ -41,12 +61,11 @@ class Deferred(Tensor):
     _plain: Tensor | None
 
     @staticmethod
-    def send(result: Tensor, sender: Sender) -> Deferred:
+    def send(result: Tensor, sender: Sender, call: Call) -> Deferred:
         """Shape, dtype and device are those of `result`, which have to be those of `sender.otherwise()`."""
         made: Any = Tensor._make_wrapper_subclass(Deferred, result.shape, dtype=result.dtype, device=result.device)
         made.sender, made.in_flight, made._result, made._plain = sender, True, result, None
-        if _scope.sent is not None:
-            _scope.sent.append(weakref.ref(made))
+        call.sent.append(weakref.ref(made))
         return made  # type: ignore[no-any-return]
 
     def receive(self) -> Tensor | None:
@@ -75,36 +94,33 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.plain() if type(tensor) is Deferred else tensor
 
 
-def may_send() -> bool:
-    """Whether this thread is inside `settled`."""
-    return _scope.sent is not None
-
-
 def settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`run(*args, **kwargs)`, which may send; none of what it sent is left unsettled, in its output or anywhere else.
 
-    Where it fails while a `Deferred` is on its way, it runs once more and sends none: then the error was not its own.
+    Nothing is sent where calls are traced, or seen by global hooks. Where it fails while a `Deferred` is on its way, it runs
+    once more and sends none: then the error was not its own.
     """
-    if _scope.sent is not None:
+    traced = torch.jit.is_tracing() or torch.compiler.is_compiling()  # type: ignore[no-untyped-call, attr-defined]
+    if traced or _has_global_hooks():
         return run(*args, **kwargs)
-    sent: list[weakref.ref[Deferred]] = []
-    _scope.sent = sent
+    call = Call()
+    _scope.call = call
     try:
         output = run(*args, **kwargs)
-        kept = _alive(sent)
+        kept = _alive(call)
         for tensor in kept:
             tensor.plain()
         return map_leaves(_plain, output) if kept else output
     except Exception as error:
-        lost = [tensor for tensor in _alive(sent) if tensor.in_flight]
+        lost = [tensor for tensor in _alive(call) if tensor.in_flight]
         if not lost:
             raise
         for tensor in lost:
             tensor.sender.refuse(f"{type(error).__name__} where the output of a convolution is used")
     finally:
-        _scope.sent = None
+        _scope.call = None
     return run(*args, **kwargs)
 
 
-def _alive(sent: list[weakref.ref[Deferred]]) -> list[Deferred]:
-    return [tensor for ref in sent if (tensor := ref()) is not None]
+def _alive(call: Call) -> list[Deferred]:
+    return [tensor for ref in call.sent if (tensor := ref()) is not None]

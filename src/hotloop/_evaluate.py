@@ -8,6 +8,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from operator import is_not
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import wrapt
@@ -135,9 +136,13 @@ def _prefetched(value: Any, target: Any) -> Any:
     """Arguments, with data loaders that send their batches to the model."""
     if isinstance(value, DataLoader):
         return value if isinstance(value, Prefetch) else prefetch(value, target)
+    if type(value) is dict:
+        items = {key: _prefetched(item, target) for key, item in value.items()}
+        return items if any(items[key] is not value[key] for key in items) else value
     if type(value) in (tuple, list):
-        return type(value)(_prefetched(item, target) for item in value)
-    return {key: _prefetched(item, target) for key, item in value.items()} if type(value) is dict else value
+        made = type(value)(_prefetched(item, target) for item in value)
+        return made if any(map(is_not, made, value)) else value
+    return value
 
 
 class _Method(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]

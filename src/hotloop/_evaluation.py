@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from hotloop import _folding
 from hotloop._detours import Detour, close_detour, open_detour
+from hotloop._folding import Folding
 from hotloop._model_calls import ModelCall, Region, asked
 from hotloop._modes import Modes, plain, submodules
 from hotloop._parts import live_of
@@ -45,8 +45,8 @@ class Evaluation:
         self._wishes = wishes
         self._modes = Modes(models)
         self._calls = [diversion for model in models for diversion in _model_calls(model)]
-        self._foldings = _foldings(models, wishes.fold_batchnorm)
-        if wishes.fold_batchnorm is True and not any(folding.diversions for folding in self._foldings):
+        self._folded = _folded(models, wishes.fold_batchnorm)
+        if wishes.fold_batchnorm is True and not any(folded.diversions for folded in self._folded):
             raise self._not_folded()
         main = next((model for model in models if device_of(model) is not None), None)
         self.device = None if main is None else device_of(main)
@@ -58,11 +58,11 @@ class Evaluation:
         opened = []
         self._modes.switch()
         try:
-            for module, kind in [*self._calls, *(d for folding in self._foldings for d in folding.diversions)]:
+            for module, kind in [*self._calls, *(d for folded in self._folded for d in folded.diversions)]:
                 open_detour(module, kind)
                 opened.append(module)
             yield
-            decisions = [folding.decision() for folding in self._foldings]
+            decisions = [folded.decision() for folded in self._folded]
             if self._wishes.fold_batchnorm is True and all(d is not None and d.choice == "off" for d in decisions):
                 raise self._not_folded()
         finally:
@@ -71,7 +71,7 @@ class Evaluation:
             self._modes.restore()
 
     def _not_folded(self) -> ValueError:
-        reasons = [decision.why for folding in self._foldings if (decision := folding.decision()) is not None]
+        reasons = [decision.why for folded in self._folded if (decision := folded.decision()) is not None]
         return ValueError(
             f"fast_eval(fold_batchnorm=True): nothing can be folded ({'; '.join(reasons) or 'no model was found'}); "
             "leave fold_batchnorm away"
@@ -99,6 +99,9 @@ class Evaluation:
         """
         kind = (self.device or torch.accelerator.current_accelerator() or torch.device("cpu")).type
         region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])
+        if region is None and not torch.amp.is_autocast_available(kind):
+            yield
+            return
         torch.clear_autocast_cache()  # casts that a surrounding region holds may be older than the weights
         before = asked.set(region or asked.get())
         try:
@@ -109,35 +112,35 @@ class Evaluation:
             torch.clear_autocast_cache()
 
 
-class _Folding:
-    """The folding of one model: which calls are diverted for it, and what has come of it."""
+class _Folded:
+    """One model and its folding, if it may be folded."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], wish: bool | str | None) -> None:
         live = live_of(model)
         self._plan: Plan | None = None if live is None else live.plan
-        self._modules = modules
         self._forbidden = "exact=True leaves every bit alone" if _is_exact(model) else "" if wish else "switched off"
-        self.diversions: list[Diversion] = [] if self._forbidden else list(_folding.detours(modules))
+        self._folding = Folding([] if self._forbidden else modules)
+        self.diversions = self._folding.diversions
 
     def decision(self) -> Decision | None:
         """What has come of it, as far as is known by now; it shows in the model's plan."""
         off = Decision("fold_batchnorm", "off", self._forbidden) if self._forbidden else None
-        decision = off or _folding.decision(self._modules)
+        decision = off or self._folding.decision()
         if self._plan is not None and decision is not None:
             self._plan.record(decision)
         return decision
 
 
-def _foldings(models: Sequence[nn.Module], wish: bool | str | None) -> list[_Folding]:
+def _folded(models: Sequence[nn.Module], wish: bool | str | None) -> list[_Folded]:
     """One for each model that is not part of another."""
     covered: set[int] = set()
-    foldings = []
+    found = []
     for model in models:
         if id(plain(model)) not in covered:
             modules = list(submodules([model]))
             covered.update(map(id, modules))
-            foldings.append(_Folding(model, modules, wish))
-    return foldings
+            found.append(_Folded(model, modules, wish))
+    return found
 
 
 def _is_exact(model: nn.Module) -> bool:
@@ -146,11 +149,12 @@ def _is_exact(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """The device that a model is called on; None for one without tensors, such as most loss functions."""
+    """The device that a model is called on; None for one without tensors, such as most loss functions, or without values."""
     live = live_of(model)
     if live is not None:
         return live.parts.device
-    return next((tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors), None)
+    devices = (tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+    return next((device for device in devices if device.type != "meta"), None)
 
 
 def _model_calls(model: nn.Module) -> Iterator[Diversion]:
@@ -160,5 +164,5 @@ def _model_calls(model: nn.Module) -> Iterator[Diversion]:
             yield from _model_calls(child)
         return
     device = device_of(model)
-    if device is not None and device.type != "meta":
+    if device is not None:
         yield plain(model), partial(ModelCall, device=device, wrapped=live_of(model) is not None)

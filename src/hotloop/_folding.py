@@ -13,16 +13,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
-from torch.utils.weak import WeakIdKeyDictionary
 
-from hotloop._deferred import Deferred, may_send
+from hotloop._deferred import Deferred, current_call
 from hotloop._detours import Detour, is_compiled
-from hotloop._folded_weights import FoldedWeights
+from hotloop._folded_weights import Fold, Watch
+from hotloop._pairs import Pair, Sent, pair_of
 from hotloop._plan import Decision
 
 # The forward of a convolution -> its class, the BatchNorm that may follow, the dimensions of a batch, and the dimension of the
@@ -37,176 +37,154 @@ _KINDS: dict[Any, tuple[Any, type[nn.Module], int, int]] = {
 }
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-# Relative to the largest value: the sums are the same, rounded in other places.
-_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-# Private, as these hooks have no public list; where torch cannot tell, nothing is folded.
-_has_global_hooks: Callable[[], bool] = getattr(module_hooks, "_has_any_global_hook", lambda: True)
-
-
-class _Pair:
-    """What is known of a convolution for as long as it lives: the BatchNorm that takes its output, if one does."""
-
-    def __init__(self) -> None:
-        self.norm: Callable[[], nn.Module | None] = _nobody
-        self.checked = False
-        self.refusal = ""
-
-
-def _nobody() -> None:
-    return None
-
-
-_pairs: Any = WeakIdKeyDictionary()  # convolution -> _Pair
-
 
 class _Latest(threading.local):
-    """The latest output of a convolution whose BatchNorm is not known."""
+    """The output of a convolution that was called for the first time, until its BatchNorm comes."""
 
-    output: Callable[[], Any] = _nobody
-    source: Any = None
+    output: weakref.ref[Tensor] | None = None
+    pair: Pair
+    norm_kind: type[nn.Module]
 
 
 _latest = _Latest()
 
 
-def detours(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, type[Detour]]]:
-    """The calls to divert so that the BatchNorm layers among `modules` are folded; none where nothing can be."""
-    norms = [m for m in modules if isinstance(m, _NORMS) and type(m).forward is nn.BatchNorm2d.forward]
-    if not norms or any(map(_has_copied_calls, modules)):
-        return []
-    known = {id(norm) for norm in norms}
-    found: list[tuple[nn.Module, type[Detour]]] = [(m, Convolution) for m in modules if _may_fold(m, known)]
-    return [*found, *[(norm, Norm) for norm in norms]] if found else []
+class Folding:
+    """The folding of one model for the length of an evaluation. `diversions` are the calls to divert, and by what."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        norms = [m for m in modules if isinstance(m, _NORMS) and type(m).forward is nn.BatchNorm2d.forward]
+        convolutions = [m for m in modules if type(m).forward in _KINDS] if norms else []
+        self._pairs = [(m, pair_of(m)) for m in convolutions]
+        self._is_out_of_reach = bool(self._pairs) and any(map(_calls_elsewhere, modules))
+        self._waiting: list[Convolution] = []
+        self._folds: list[Fold] = []
+        self._watch = Watch([])
+        self.observed = False
+        known = {id(norm) for norm in norms}
+        chosen = [(m, pair) for m, pair in self._pairs if not self._is_out_of_reach and _may_fold(m, pair, known)]
+        self.diversions: list[tuple[nn.Module, Callable[[nn.Module], Detour]]] = []
+        if chosen:
+            self.diversions += [(m, partial(Convolution, pair=pair, folding=self)) for m, pair in chosen]
+            self.diversions += [(norm, Norm) for norm in norms]
+
+    def decision(self) -> Decision | None:
+        """What has come of it, for the plan; None as long as no convolution was called."""
+        followed = [pair for _, pair in self._pairs if pair.norm() is not None]
+        folded = sum(not pair.refusal for pair in followed)
+        refusals = "; ".join(dict.fromkeys(pair.refusal for pair in followed if pair.refusal))
+        if self._is_out_of_reach:
+            why = "compiled code calls the layers, or replicas of them on several devices"
+        elif not self._pairs:
+            why = "there are no convolutions with BatchNorm layers"
+        elif folded:
+            count = f"{folded} of {len(self._pairs)} convolutions"
+            why = f"{count} take up their BatchNorm in fast_eval; rounds differently (3e-7)"
+            return Decision("fold_batchnorm", "on", f"{why}; {refusals}" if refusals else why)
+        elif any(pair.called for _, pair in self._pairs):
+            why = refusals or "no BatchNorm takes the output of a convolution directly"
+        else:
+            return None
+        return Decision("fold_batchnorm", "off", why)
+
+    def join(self, convolution: Convolution) -> None:
+        """Take in a convolution whose call is diverted."""
+        self._waiting.append(convolution)
+
+    def look(self) -> None:
+        """At the start of a call of the model: fold the pairs that are known by now, and drop what is not current."""
+        begun = [convolution for convolution in self._waiting if convolution.begin()]
+        if begun:
+            self._waiting = [convolution for convolution in self._waiting if convolution not in begun]
+            self._folds += [convolution.fold for convolution in begun if convolution.fold is not None]
+        if begun or self._watch.changed():
+            for fold in self._folds:
+                fold.drop()
+            self._watch = Watch(self._folds)
+        self.observed = self._watch.hooked()
 
 
-def _has_copied_calls(module: nn.Module) -> bool:
-    """Whether the calls below are not made one by one: compiled code runs them, or replicas on other devices."""
+def _calls_elsewhere(module: nn.Module) -> bool:
     compiled = is_compiled(module) or "_orig_mod" in module._modules
     return compiled or (isinstance(module, nn.DataParallel) and len(module.device_ids) > 1)
 
 
-def _may_fold(module: Any, norms: set[int]) -> bool:
+def _may_fold(module: Any, pair: Pair, norms: set[int]) -> bool:
     kind: Any = type(module)
-    if kind.forward not in _KINDS or kind.__call__ is not nn.Module.__call__:
-        return False
     base, _, _, channels = _KINDS[kind.forward]
     # A parametrization makes the weight a property of the class; a subclass may convolve in a way of its own.
-    if hasattr(kind, "weight") or hasattr(kind, "bias"):
+    if kind.__call__ is not nn.Module.__call__ or hasattr(kind, "weight") or hasattr(kind, "bias"):
         return False
     if channels == 0 and kind._conv_forward is not base._conv_forward:
         return False
     if channels == 1 and module.groups != 1:  # its weight holds the channels group by group
         return False
-    pair = _pairs.get(module)
-    return pair is None or (id(pair.norm()) in norms and not pair.refusal)
-
-
-def decision(modules: Sequence[nn.Module]) -> Decision | None:
-    """What has come of it, for the plan; None as long as no convolution was called."""
-    convolutions = [m for m in modules if type(m).forward in _KINDS]
-    if any(map(_has_copied_calls, modules)):
-        return Decision("fold_batchnorm", "off", "compiled code calls the layers, or copies of them on several devices")
-    if not convolutions or not any(isinstance(m, _NORMS) for m in modules):
-        return Decision("fold_batchnorm", "off", "there are no convolutions with BatchNorm layers")
-    known = [pair for m in convolutions if (pair := _pairs.get(m)) is not None]
-    followed = [pair for pair in known if pair.norm() is not None]
-    folded = sum(not pair.refusal for pair in followed)
-    refusals = "; ".join(dict.fromkeys(pair.refusal for pair in followed if pair.refusal))
-    if folded:
-        why = f"{folded} of {len(convolutions)} convolutions take up their BatchNorm in fast_eval; rounds differently (3e-7)"
-        return Decision("fold_batchnorm", "on", f"{why}; {refusals}" if refusals else why)
-    if not known:
-        return None
-    return Decision("fold_batchnorm", "off", refusals or "no BatchNorm takes the output of a convolution directly")
+    return not pair.refusal and (not pair.called or id(pair.norm()) in norms)
 
 
 class Convolution(Detour):
     """The call of a convolution: with the weights of its BatchNorm folded in, where all is as it was found."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, pair: Pair, folding: Folding) -> None:
         super().__init__(module)
-        self._forward: Any = type(module).forward
-        _, self._norm_kind, self._dim, self._channels = _KINDS[self._forward]
-        self._pair: _Pair | None = _pairs.get(module)
+        _, self._norm_kind, self._dim, self._channels = _KINDS[type(module).forward]
+        self._pair, self._folding = pair, folding
+        self.fold: Fold | None = None
+        folding.join(self)
 
     def renew(self) -> None:
-        self._weights: FoldedWeights | None = None
+        if self.fold is not None:
+            self.fold.drop()
+
+    def begin(self) -> bool:
+        """Whether there is a pair to fold."""
+        norm = self._pair.norm()
+        if norm is not None:
+            self.fold = Fold(self.module, norm, self._channels)
+        return norm is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pair = self._pair
-        if pair is None:
+        if not self._pair.called:
             return self._watched(*args, **kwargs)
-        norm = pair.norm()
-        if norm is None or kwargs or len(args) != 1 or not self._ready(pair, norm, args[0]):
+        call = current_call()
+        if call is None or kwargs or len(args) != 1 or torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        if self._weights is None:
-            self._weights = FoldedWeights(self.module, norm, self._channels)
-        x = args[0]
-        weights = self._weights.for_input(x)
+        if call.looked is not self._folding:
+            self._folding.look()
+            call.looked = self._folding
+        fold, x = self.fold, args[0]
+        weights = fold.weights(x) if fold is not None and self._is_ready(fold, x) else None
         if weights is None:
             return self.run(x)
-        # The twin shares all but the weights: stride, padding and the rest are the module's own.
-        twin = object.__new__(type(self.module))
-        vars(twin).update(vars(self.module), _parameters=weights)
-        return Deferred.send(self._forward(twin, x), _Sent(pair, self.run, x))
+        return Deferred.send(self._convolve(x, weights), Sent(self._pair, self.run, x), call)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        self._pair = _pairs.setdefault(self.module, _Pair())
+        self._pair.called = True
         output = self.run(*args, **kwargs)
         if isinstance(output, Tensor):
-            _latest.output, _latest.source = weakref.ref(output), self
+            _latest.output, _latest.pair, _latest.norm_kind = weakref.ref(output), self._pair, self._norm_kind
         return output
 
-    def followed_by(self, norm: nn.Module) -> None:
-        """Remember that `norm` takes the output of this convolution."""
-        if isinstance(norm, self._norm_kind) and self._pair is not None:
-            self._pair.norm = weakref.ref(norm)
-
-    def _ready(self, pair: _Pair, norm: nn.Module, x: Any) -> bool:
+    def _is_ready(self, fold: Fold, x: Any) -> bool:
         return (
-            may_send()
-            and not torch.is_grad_enabled()
-            and type(x) is Tensor
+            type(x) is Tensor
             and x.dim() == self._dim
             and x.numel() > 0
             and not x.is_inference()  # such tensors count no changes
-            and not norm.training
-            and not pair.refusal
-            and _is_bare(self.module)
-            and _is_bare(norm)
-            and not _has_global_hooks()
-            and not torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
-            and not torch.compiler.is_compiling()
+            and not fold.norm.training
+            and not self._pair.refusal
+            and not (self._folding.observed and fold.hooked())
+            and "forward" not in vars(self.module)
         )
 
-
-class _Sent:
-    """One folded call: what its BatchNorm has to know, and what others get."""
-
-    __slots__ = ("_given", "_run", "_version", "pair")
-
-    def __init__(self, pair: _Pair, run: Any, given: Tensor) -> None:
-        self.pair, self._run, self._given, self._version = pair, run, given, given._version
-
-    def otherwise(self) -> Tensor:
-        self.refuse("the output of a convolution is used by others than its BatchNorm")
-        if self._given._version != self._version:
-            raise RuntimeError("the input of a convolution was changed in place before its output was used")
-        return self._run(self._given)  # type: ignore[no-any-return]
-
-    def refuse(self, why: str) -> None:
-        self.pair.refusal = self.pair.refusal or why
-
-    def agrees(self, result: Tensor, run_norm: Any) -> bool:
-        """Whether the result is that of the two layers, by its first sample; looked at once for each pair."""
-        if not self.pair.checked:
-            self.pair.checked = True
-            expected = run_norm(self._run(self._given[:1]))
-            tolerance = _TOLERANCE[expected.dtype] * expected.abs().max()
-            if not bool((result[:1] - expected).abs().max() <= tolerance):
-                self.refuse("a folded result differs from the plain one by more than rounding")
-        return not self.pair.refusal
+    def _convolve(self, x: Tensor, weights: tuple[Tensor, Tensor]) -> Any:
+        module: Any = self.module
+        if self._channels == 0:
+            return module._conv_forward(x, *weights)
+        # A twin shares all but the weights: stride, padding and the rest are the module's own.
+        twin = object.__new__(type(module))
+        vars(twin).update(vars(module), _parameters=dict(zip(("weight", "bias"), weights, strict=True)))
+        return twin.forward(x)
 
 
 class Norm(Detour):
@@ -217,18 +195,14 @@ class Norm(Detour):
             return self.run(*args, **kwargs)
         x = args[0]
         if type(x) is not Deferred:
-            if x is not None and x is _latest.output():
-                _latest.source.followed_by(self.module)
+            self._watch(x)
             return self.run(x)
-        if x.sender.pair.norm() is self.module:
+        if x.sender.pair.norm() is self.module and not torch.is_grad_enabled():
             result = x.receive()
             if result is not None and x.sender.agrees(result, self.run):
                 return result
         return self.run(x.plain())
 
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether nobody sees the calls of this module but its caller."""
-    own = vars(module)
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    return not hooks and "forward" not in own
+    def _watch(self, x: Any) -> None:
+        if _latest.output is not None and _latest.output() is x and isinstance(self.module, _latest.norm_kind):
+            _latest.pair.norm = weakref.ref(self.module)

@@ -47,11 +47,14 @@ def held_by(instance: Any) -> Iterator[nn.Module]:
     """`self`, or the class, of a method: where it is a model, and the models that it holds as attributes."""
     if isinstance(instance, nn.Module):
         yield instance
-    attributes = dict(getattr(instance, "__dict__", {}))
+    kinds = instance.__mro__ if isinstance(instance, type) else type(instance).__mro__
+    for kind in kinds:
+        yield from _among(list(vars(kind).values()))
+        slots = () if isinstance(instance, type) else vars(kind).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from _among([getattr(instance, name, None) for name in names if name != "__dict__"])
     if not isinstance(instance, type):
-        slots = (name for kind in type(instance).__mro__ for name in getattr(kind, "__slots__", ()))
-        attributes.update((name, getattr(instance, name, None)) for name in slots)
-    yield from _among(attributes.values())
+        yield from _among(list(getattr(instance, "__dict__", {}).values()))
 
 
 def _among(values: Iterable[Any]) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hotloop._call import call
-from hotloop._deferred import may_send, settled
+from hotloop._deferred import current_call, settled
 from hotloop._detours import Detour
 from hotloop._facts import Facts, machine, traits
 from hotloop._parts import Live, Parts
@@ -46,13 +46,16 @@ class ModelCall(Detour):
         super().__init__(module)
         self._device_type = device.type
         self._wrapped = wrapped
-        self._seen: Any = None
         if not wrapped:
             self._automatic = automatic_live(module, device)
             self._bare = Live(Parts(module, device=device), inference="grad")
 
+    def renew(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._seen: Any = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if may_send():
+        if current_call() is not None:
             return self.run(*args, **kwargs)
         region = asked.get()
         if not self._wrapped:
@@ -71,8 +74,9 @@ class ModelCall(Detour):
     def _drop_stale_casts(self) -> None:
         # Autocast keeps the casts of the weights as long as a region is open, also when the weights change (a state that is
         # loaded, a step that trains); and before torch 2.10 those made without gradients are used with them.
-        counted = (p._version for p in self.module.parameters() if not p.is_inference())
-        now = [torch.is_grad_enabled(), *counted]
+        if not self._parameters:
+            self._parameters = [p for p in self.module.parameters() if not p.is_inference()]
+        now = [torch.is_grad_enabled(), *[p._version for p in self._parameters]]
         if now != self._seen:
             torch.clear_autocast_cache()
             self._seen = now
@@ -92,5 +96,5 @@ def automatic_live(module: nn.Module, device: torch.device) -> Live:
     live = Live(decision.apply(Parts(module, device=device)), inference="grad")
     if live.parts.autocast.dtype is not None:
         live.plan = Plan([decision])
-        live.recovery = Recovery(live, [(decision, "fp32")])
+        live.recovery = Recovery([live], [(decision, "fp32")])
     return live

@@ -58,12 +58,12 @@ def run(evaluation: Evaluation, function: Callable[..., Any], args: tuple[Any, .
 
 def lazily(evaluation: Evaluation, result: Any) -> Any:
     """A generator or coroutine whose body has not begun, as one that is evaluated while it runs; else the result itself."""
-    if isinstance(result, types.GeneratorType):
-        return _generator(evaluation, result)
-    if isinstance(result, types.CoroutineType):
-        return _coroutine(evaluation, result)
-    if isinstance(result, types.AsyncGeneratorType):
-        return _async_generator(evaluation, result)
+    kind: Any
+    for kind, runner in _LAZY:
+        if isinstance(result, kind):
+            made = runner(evaluation, result)
+            made.__name__, made.__qualname__ = result.__name__, result.__qualname__  # for messages and tracebacks
+            return made
     return as_result(result)
 
 
@@ -128,3 +128,10 @@ async def _async_generator(evaluation: Evaluation, body: Any) -> AsyncGenerator[
             raise
         except BaseException as error:
             step = body.athrow(error)
+
+
+_LAZY: tuple[tuple[type, Callable[[Evaluation, Any], Any]], ...] = (
+    (types.GeneratorType, _generator),
+    (types.CoroutineType, _coroutine),
+    (types.AsyncGeneratorType, _async_generator),
+)
