@@ -22,7 +22,11 @@ def build(
     """Decide, then apply to every module; the first error undoes everything."""
     device, _ = placement.resolve(facts, wishes["device"])
     facts = replace(facts, device=device)
-    decisions = [decide(facts, wishes[name]) for name, decide in TRANSFORMS]
+    decisions = []
+    for name, decide in TRANSFORMS:
+        decisions.append(decide(facts, wishes[name]))
+        if name == "precision":
+            facts = replace(facts, sixteen_bit=decisions[-1].choice in ("bf16", "fp16"))
     before = [next((t.device for t in (*m.parameters(), *m.buffers())), device) for m in modules]
     jobs = [(module, decisions) for module in modules]
     if isinstance(loss_fn, nn.Module):
@@ -36,8 +40,13 @@ def build(
         raise
     plan = Plan(decisions)
     # A user's own scaler is a wish for float16, and no automatic choice.
-    automatic = wishes["precision"] == "auto" and (facts.scaler is None or not facts.scaler.is_enabled())
-    taken_back = [(d, "fp32") for d in decisions if automatic and d.name == "precision" and "16" in d.choice]
+    automatic = {name for name, wish in wishes.items() if wish == "auto"}
+    if facts.scaler is not None and facts.scaler.is_enabled():
+        automatic.discard("precision")
+    instead = {"precision": "fp32", "channels_last": "off"}
+    taken_back = [
+        (d, instead[d.name]) for d in decisions if d.name in automatic & {*instead} and d.choice in ("bf16", "fp16", "on")
+    ]
     lives = [Live(parts, exact=facts.exact) for parts in done[: len(modules)]]
     recovery = Recovery(lives, taken_back) if taken_back else None
     for live, came_from in zip(lives, before, strict=True):

@@ -95,6 +95,8 @@ def _first_parameter(module: nn.Module) -> Tensor | None:
 
 def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
+    for look in parts.on_outputs:
+        output = look(output)
     if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not detach:
         return output
     cast = _casts(live, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ _CONVOLUTIONS = {
 }
 
 
+NARROW = 16  # so many float32 channels fill a register of AVX-512, which is what convolution kernels work in
+
+
 @dataclass(frozen=True)
 class Machine:
     """Capabilities of the machine, and the process-wide flags that the user has set."""
@@ -32,6 +36,7 @@ class Machine:
     cpu_16bit: str  # the CPU's 16-bit units, "" if it has none
     cudnn_benchmark: bool
     deterministic: bool
+    onednn: bool = True  # its kernels for x86
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,14 @@ class Traits:
     spread: bool  # one of the models has parameters on an accelerator and elsewhere
     floats: frozenset[torch.dtype]  # dtypes of the floating parameters
     convolutions: frozenset[int]  # their spatial dimensions
+    deep: int  # how many 2-D convolutions have at least NARROW input channels
+    widest: int  # the output channels of the widest 2-D convolution
+    max_pools: int
+    batch_norm: bool
+    instance_norm: bool
+    strided_pointwise: bool  # a 1x1 convolution with a stride on fewer than NARROW channels
+    channels_last: bool  # 4-D parameters are in this memory format already
+    five_dimensional: bool  # some parameter has five dimensions
     lstm: bool
     parameters: int
     wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
@@ -71,6 +84,7 @@ class Facts:
     traits: Traits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where the models will be
     optimizers: tuple[OptimizerTraits, ...] = ()
+    sixteen_bit: bool = False  # the precision that has been decided
     exact: bool = False
     scaler: torch.amp.GradScaler | None = None
     closure: bool = False  # an optimizer that evaluates the loss again, such as LBFGS
@@ -88,7 +102,12 @@ def machine() -> Machine:
         cpu_16bit=_cpu_16bit(),
         cudnn_benchmark=users_value(),
         deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        onednn=torch.backends.mkldnn.is_available() and _is_x86(),  # type: ignore[no-untyped-call]
     )
+
+
+def _is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def _cpu_16bit() -> str:
@@ -103,11 +122,20 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
     tensors = [*parameters, *(b for module in modules for b in module.buffers())]
     known = [p for p in parameters if not isinstance(p, nn.parameter.UninitializedParameter)]
+    images = [part for part in parts if isinstance(part, nn.Conv2d | nn.ConvTranspose2d)]
     total = sum(p.numel() for p in known)
     return Traits(
         devices=frozenset(t.device for t in tensors),
         spread=any(_is_spread(module) for module in modules),
         floats=frozenset(p.dtype for p in parameters if p.is_floating_point()),
+        deep=sum(c.in_channels >= NARROW for c in images),
+        widest=max((c.out_channels for c in images), default=0),
+        max_pools=sum(isinstance(part, nn.MaxPool2d) for part in parts),
+        batch_norm=any(isinstance(part, nn.BatchNorm2d) for part in parts),
+        instance_norm=any(isinstance(part, nn.InstanceNorm2d) for part in parts),
+        strided_pointwise=any(_is_strided_pointwise(part) for part in parts if isinstance(part, nn.Conv2d)),
+        channels_last=any(_is_channels_last(p) for p in known),
+        five_dimensional=any(p.dim() == 5 for p in known),
         convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
         parameters=total,
@@ -118,6 +146,17 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
 def _is_spread(module: nn.Module) -> bool:
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     return len(devices) > 1 and any(device.type != "cpu" for device in devices)
+
+
+def _is_strided_pointwise(convolution: nn.Conv2d) -> bool:
+    narrow = convolution.in_channels // convolution.groups < NARROW
+    return max(convolution.kernel_size) == 1 and max(convolution.stride) > 1 and narrow
+
+
+def _is_channels_last(parameter: torch.Tensor) -> bool:
+    if parameter.dim() != 4:
+        return False
+    return parameter.is_contiguous(memory_format=torch.channels_last) and not parameter.is_contiguous()
 
 
 def _is_wide(parameter: torch.Tensor) -> bool:

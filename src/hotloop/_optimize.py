@@ -41,6 +41,7 @@ def optimize(
     *,
     device: Device = ...,
     precision: Precision = ...,
+    channels_last: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
     inference: Inference = ...,
@@ -55,6 +56,7 @@ def optimize(
     *,
     device: Device = ...,
     precision: Precision = ...,
+    channels_last: bool | Literal["auto"] | None = ...,
     fused: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
@@ -77,6 +79,7 @@ def optimize(
     *,
     device: Device = ...,
     precision: Precision = ...,
+    channels_last: bool | Literal["auto"] | None = ...,
     fused: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
@@ -98,6 +101,7 @@ def optimize(
     *,
     device: Device = "auto",
     precision: str = "auto",
+    channels_last: Any = "auto",
     fused: Any = "auto",
     cudnn_benchmark: Any = "auto",
     compile: bool | dict[str, Any] = False,
@@ -121,6 +125,7 @@ def optimize(
             `"loss"`. Without it the model returns its own loss, or `step(loss)` is given one. A module is moved too.
         device: where to run. "auto": where the parameters are, else the accelerator, else the CPU.
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), or "auto": 16 bits where this hardware gains from it.
+        channels_last: the memory format of 2-D convolutions and their inputs; "auto": where it pays.
         fused: fused optimizer kernels, switched on in your own optimizer; "auto": where they pay.
         cudnn_benchmark: "auto" sets the flag for each shape when it is first seen; True and False are obeyed.
         compile: True, or a dict of torch.compile's arguments.
@@ -153,6 +158,7 @@ def optimize(
     wishes = {
         "device": device,
         "precision": precision,
+        "channels_last": channels_last,
         "fused": fused,
         "cudnn_benchmark": cudnn_benchmark,
         "compile": compile,

@@ -52,8 +52,9 @@ class Parts:
 
     `forward` is what a call runs in place of the module; None means the module itself. `autocast` opens a region in the plan's
     precision. `scaler` is disabled unless the precision is float16. Each of `on_inputs` sees the arguments of a call once they
-    are on the device, and returns them; `flags` puts back what they set for the whole process. Each of `on_gradients` looks at
-    the gradients before an update, and may return a decision that it takes back.
+    are on the device, and returns them; `flags` puts back what they set for the whole process. Each of `on_outputs` sees what
+    the model returns, and returns it. Each of `on_gradients` looks at the gradients before an update, and may return a decision
+    that it takes back.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class Parts:
     autocast: Autocast = field(default_factory=Autocast)
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     on_inputs: tuple[OnInputs, ...] = ()
+    on_outputs: tuple[Callable[[Any], Any], ...] = ()
     flags: NoFlags = NO_FLAGS
     on_gradients: tuple[Callable[[], Any], ...] = ()
 

@@ -33,7 +33,7 @@ def following(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
         for optimizer in optimizers:
             if renamed:
                 _repoint(optimizer, renamed)
-            _move_state(optimizer)
+            fit_state(optimizer)
 
 
 def _slots(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
@@ -50,12 +50,24 @@ def _repoint(optimizer: Optimizer, renamed: dict[Tensor, Tensor]) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def _move_state(optimizer: Optimizer) -> None:
-    """Optimizer state lives where its parameter does; a step counter only where the kernel wants it there."""
+def fit_state(optimizer: Optimizer) -> None:
+    """Optimizer state lives where its parameter does, in its memory format; a step counter only where the kernel wants it.
+
+    Fused kernels run over the memory of a parameter and its state side by side and do not look at strides: where these differ
+    they silently update the wrong elements.
+    """
     for group in optimizer.param_groups:
         counter_follows = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if key != "step" or counter_follows:
-                    state[key] = move(value, parameter.device)
+                    state[key] = _in_strides_of(parameter, move(value, parameter.device))
+
+
+def _in_strides_of(parameter: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_strided(value.shape, parameter.stride(), dtype=value.dtype, device=value.device).copy_(value)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hotloop._facts import Facts, OptimizerTraits
 from hotloop._parts import Parts
 from hotloop._plan import Decision
+from hotloop._rebind import fit_state
 
 _NAME = "fused_optimizer"
 # Where torch has fused kernels that pay. It has some for further devices, which nobody has measured here.
@@ -150,6 +151,7 @@ def _switch_on(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["fused"] = True
         _place_counters(optimizer, group, on_host=False)
+    fit_state(optimizer)
 
 
 def _place_counters(optimizer: Optimizer, group: dict[str, Any], *, on_host: bool) -> None:
