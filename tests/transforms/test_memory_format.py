@@ -1,0 +1,287 @@
+"""channels_last: group F of the field cases."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from hotloop import optimize
+from hotloop._facts import Facts, machine, traits
+from hotloop.transforms import memory_format
+
+CE = nn.CrossEntropyLoss()
+
+
+def net(channels: int = 16, inputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(inputs, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.MaxPool2d(2),
+        nn.Conv2d(channels, channels, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 2),
+    )
+
+
+def images(count: int = 4, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 3, 8, 8, generator=generator), torch.randint(2, (4,), generator=generator)) for _ in range(count)]
+
+
+def in_format(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+class Seen(nn.Module):
+    """Notes what arrives at the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.formats = net(), []
+
+    def forward(self, x, *more):
+        self.formats = [t.stride() for t in (x, *more)]
+        return self.body(x)
+
+
+@pytest.mark.parametrize("wish", ["auto", True])
+def test_floating_images_follow_and_nothing_else_does(wish):
+    """F1, F3, F7: by dimensions, in any container."""
+    raw = Seen()
+    parameters = list(raw.parameters())
+    model = optimize(raw, channels_last=wish).eval()
+    assert all(p is q for p, q in zip(raw.parameters(), parameters, strict=True))
+    x = images(1)[0][0]
+    model(x, torch.zeros(2, 3), torch.zeros(1, 2, 3, 4, 5), torch.zeros(2, 3, 4, 5, dtype=torch.int64), torch.zeros(2, 3, 4))
+    assert raw.formats[0] == x.contiguous(memory_format=torch.channels_last).stride()
+    assert raw.formats[1:] == [(3, 1), (120, 60, 20, 5, 1), (60, 20, 5, 1), (12, 4, 1)]
+    assert x.is_contiguous()
+    model(x=x)
+    assert raw.formats == [x.contiguous(memory_format=torch.channels_last).stride()]
+
+
+@pytest.mark.parametrize(("wish", "converted"), [("auto", False), (True, True)])
+def test_weights_are_converted_on_wish_alone(wish, converted):
+    """In the user's loop `p.view(-1)` and `p.grad.view(-1)` work on."""
+    raw = net()
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE, channels_last=wish).step
+    assert step.plan["channels_last"].choice == "on"
+    step(*images(1)[0])
+    assert in_format(raw[3].weight) is converted
+    assert in_format(raw[3].weight.grad) is converted
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 6, 5), (1, 1, 6, 5), (4, 7, 1, 1), (0, 3, 4, 4)])
+def test_images_that_are_in_both_formats_are_not_copied(shape):
+    """Their strides tell, so that what is computed from them is in the format as well."""
+    raw = Seen()
+    raw.body, seen = nn.Sequential(nn.Conv2d(shape[1], 16, 1), nn.MaxPool2d(1), nn.MaxPool2d(1), nn.Conv2d(16, 1, 1)), []
+    raw.body[0].register_forward_hook(lambda module, args, output: seen.append((args[0].data_ptr(), output)))
+    x = torch.randn(shape)
+    optimize(raw, channels_last=True).eval()(x)
+    assert seen[0][0] == x.data_ptr()
+    if x.numel():
+        assert seen[0][1].stride()[1] == 1
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_a_call_returns_can_be_viewed(train):
+    """As the plain model's output can; gradients flow through."""
+    raw = nn.Sequential(*[nn.Conv2d(16, 16, 3, padding=1) for _ in range(6)])
+    model = optimize(raw, cudnn_benchmark=None).train(train)
+    output = model(torch.randn(2, 16, 8, 8))
+    assert output.view(2, -1).shape == (2, 1024)
+    assert output.requires_grad is train
+    if train:
+        output.view(-1).sum().backward()
+        assert raw[0].weight.grad.view(-1).abs().sum() > 0
+
+
+@pytest.mark.parametrize("optimizer", [lambda p: Adam(p, 0.01), lambda p: SGD(p, 0.1, momentum=0.9)], ids=["Adam", "SGD"])
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("wish", ["auto", True])
+def test_it_trains_as_the_plain_loop_does(optimizer, running, wish):
+    """With the state of a running optimizer, whose strides a fused kernel would misread."""
+    raw, plain = net(), net()
+    ours, theirs = optimizer(raw.parameters()), optimizer(plain.parameters())
+    for model, optim in ((raw, ours), (plain, theirs)) if running else ():
+        train(model, optim, images(3, seed=2))
+    step = optimize(raw, ours, CE, precision="fp32", channels_last=wish).step
+    assert (step.plan["channels_last"].choice, step.plan["fused_optimizer"].choice) == ("on", "on")
+    for x, y in images():
+        step(x, y)
+    train(plain, theirs, images())
+    for p, q in zip(raw.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-3, rtol=1e-3)
+
+
+def train(model, optimizer, data) -> None:
+    for x, y in data:
+        optimizer.zero_grad()
+        CE(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_contiguous_checkpoint_is_loaded_into_it(fused):
+    plain = net()
+    theirs = SGD(plain.parameters(), 0.1, momentum=0.9)
+    train(plain, theirs, images(3))
+    raw = net()
+    ours = SGD(raw.parameters(), 0.1, momentum=0.9, fused=fused)
+    model, step = optimize(raw, ours, CE, channels_last=True)
+    model.load_state_dict(copy.deepcopy(plain.state_dict()))
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert in_format(raw[3].weight)
+    assert in_format(ours.state[raw[3].weight]["momentum_buffer"])
+    for x, y in images(3, seed=3):
+        step(x, y)
+    train(plain, theirs, images(3, seed=3))
+    for p, q in zip(raw.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-4)
+    net().load_state_dict(model.state_dict())
+
+
+class Views(nn.Module):
+    """F4: `.view` on a feature map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout()
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(16 * 16, 2)
+
+    def forward(self, x):
+        return self.head(self.drop(self.pool(self.norm(self.conv(x))).view(len(x), -1)))
+
+
+def test_code_that_cannot_bear_it_falls_back_and_loses_nothing():
+    torch.manual_seed(0)
+    raw = Views()
+    plain = copy.deepcopy(raw)
+    strides = [p.stride() for p in raw.parameters()]
+    ours, theirs = Adam(raw.parameters()), Adam(plain.parameters())
+    step = optimize(raw, ours, CE, fused=False).step
+    assert step.plan["channels_last"].choice == "on"
+    torch.manual_seed(5)
+    for x, y in images():
+        step(x, y)
+    assert step.plan["channels_last"].choice == "off"
+    assert "view" in step.plan["channels_last"].why
+    assert [p.stride() for p in raw.parameters()] == strides
+    torch.manual_seed(5)
+    train(plain, theirs, images())
+    assert all(torch.equal(a, b) for a, b in zip(raw.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+def test_an_explicit_wish_does_not_fall_back():
+    raw = Views()
+    model = optimize(raw, channels_last=True).eval()
+    with pytest.raises(RuntimeError, match="view"):
+        model(images(1)[0][0])
+
+
+class Hybrid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.deep = nn.Conv2d(3, 16, 3), nn.Conv3d(3, 16, 3)
+
+
+def shallow() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Linear(4, 2), "no 2-D convolution"),
+        (lambda: nn.Conv1d(3, 16, 3), "no 2-D convolution"),
+        (Hybrid, "3-D convolutions"),
+        (lambda: net(8), "too shallow"),
+        (shallow, "too shallow"),
+        (lambda: nn.Sequential(*net(), nn.InstanceNorm2d(2)), "instance normalisation"),
+        (lambda: nn.Sequential(nn.Conv1d(3, 3, 3), *net()), "1-D convolutions"),
+        (lambda: net().double(), "float32"),
+        (lambda: nn.Sequential(*net(), nn.Conv2d(8, 64, 1, stride=2)), "writes beyond its memory"),
+    ],
+)
+def test_off_with_the_reason(make, reason):
+    raw = make()
+    strides = [p.stride() for p in raw.parameters()]
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE).step
+    assert step.plan["channels_last"].choice == "off"
+    assert reason in step.plan["channels_last"].why
+    assert [p.stride() for p in raw.parameters()] == strides
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4, 2), Hybrid, lambda: nn.Conv3d(3, 16, 3), lambda: nn.Conv2d(8, 64, 1, stride=2)]
+)
+def test_a_wish_that_cannot_be_met_raises(make):
+    with pytest.raises(ValueError, match=r"optimize\(\.\.\., channels_last=True\): the model has"):
+        optimize(make(), channels_last=True)
+    with pytest.raises(ValueError, match="channels_last='yes'"):
+        optimize(net(), channels_last="yes")
+
+
+def test_the_users_own_format_stays():
+    raw = net().to(memory_format=torch.channels_last)
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE).step
+    assert step.plan["channels_last"].choice == "as it is"
+    assert in_format(raw[3].weight)
+
+
+def test_exact_leaves_it_off():
+    raw = net()
+    assert optimize(raw, SGD(raw.parameters(), 0.1), CE, exact=True).step.plan["channels_last"].choice == "off"
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("channels", [16, 64])
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_on_an_accelerator_with_wide_convolutions_in_16_bits_alone(device, channels, bits):
+    facts = Facts(machine(), traits([net(channels, inputs=32)]), device=torch.device(device), sixteen_bit=bits == 16)
+    choice = "on" if (device, channels, bits) == ("cuda", 64, 16) else "off"
+    assert memory_format.decide(facts, "auto").choice == choice
+
+
+def test_a_view_of_a_feature_map_by_another_method_or_in_the_loop():
+    """Neither is a call of the wrapped model, and neither sees another layout."""
+
+    class Encoder(Views):
+        def encode(self, x):
+            return self.pool(self.norm(self.conv(x))).view(len(x), -1)
+
+        def forward(self, x):
+            return self.head(self.pool(self.norm(self.conv(x))).flatten(1))
+
+    raw = Encoder()
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE)
+    x, y = images(1)[0]
+    step(x, y)
+    assert step.plan["channels_last"].choice == "on"
+    assert model.encode(x).shape == (4, 256)
+    assert model.conv(x).view(4, -1).shape == (4, 1024)
+
+
+def test_ties_survive_and_reverting_restores_the_strides():
+    raw = net()
+    raw.add_module("twin", nn.Conv2d(16, 16, 3, padding=1))
+    raw.twin.weight = raw[3].weight
+    raw[6], raw[5], raw[4] = nn.Identity(), nn.Identity(), nn.Identity()
+    before = {name: (p.stride(), p.detach().clone()) for name, p in raw.named_parameters()}
+    ours = SGD(raw.parameters(), 0.1, momentum=0.9)
+    step = optimize(raw, ours, lambda o, y: o.mean(), channels_last=True).step
+    assert raw.twin.weight is raw[3].weight
+    assert in_format(raw[3].weight)
+    step._live.parts = step.plan["channels_last"].revert(step._live.parts)
+    for name, p in raw.named_parameters():
+        assert p.stride() == before[name][0]
+        assert torch.equal(p, before[name][1])
+    raw(images(1)[0][0])
+    assert step._live.parts.on_outputs == ()
