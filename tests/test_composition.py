@@ -298,6 +298,15 @@ def test_jit_trace(precision, mode):
     torch.testing.assert_close(torch.jit.trace(model.__wrapped__, X)(X), raw(X))
 
 
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_jit_trace_inside_a_users_own_autocast(mode):
+    """T7, F-14c: weights that the surrounding region has cast cannot go into the trace."""
+    model = optimize(Net(), precision="bf16").train(mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = copy.deepcopy(model)(X)
+        torch.testing.assert_close(torch.jit.trace(model, X)(X), expected)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_jit_trace_of_what_holds_it(precision):
     outer = nn.Sequential(optimize(Net(), precision=precision), nn.ReLU()).eval()

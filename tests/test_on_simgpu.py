@@ -560,6 +560,25 @@ def test_a_model_that_is_spread_stays_as_it_is_and_is_not_said_to_have_been_move
     assert "optimize moved" not in str(error.value)
 
 
+def test_to_apply_and_revert_placement_leaves_everything_as_it_was():
+    from hotloop import _plan
+    from hotloop._facts import Facts, machine, traits
+    from hotloop._parts import Parts
+    from hotloop.transforms import placement
+
+    raw = Tied()
+    opt = torch.optim.SGD(raw.parameters(), lr=0.1)
+    before, parts = copy.deepcopy(raw.state_dict()), Parts(raw, (opt,))
+    decision = placement.decide(Facts(machine(), traits([raw])), "auto")
+    applied = decision.apply(parts)
+    assert (str(applied.device), applied.autocast.device_type) == (DEVICE, simgpu.NAME)
+    reverted = _plan.revert([decision], applied)
+    assert (reverted.device.type, reverted.autocast.device_type) == ("cpu", "cpu")
+    assert all(torch.equal(before[name], value) for name, value in raw.state_dict().items())
+    assert raw.head.weight is raw.embed.weight
+    assert opt.param_groups[0]["params"] == [raw.embed.weight]
+
+
 class Immovable(nn.Linear):
     def _apply(self, fn, recurse=True):
         raise RuntimeError("it stays")

@@ -267,6 +267,18 @@ def test_a_flag_that_the_user_sets_between_calls_is_the_users(user_sets):
     assert cudnn.benchmark is True
 
 
+def test_so_it_is_while_a_call_of_ours_has_it_off(user_sets):
+    """Two values of ours with the user's behind them, and then one of the user's: that one counts."""
+    model, step, raw = training()
+    for size in range(1, CREDIT + 2):
+        model(image(size))
+    assert cudnn.benchmark is False  # ours, for a shape without credit
+    user_sets("benchmark", True)
+    step(image(CREDIT + 1), image(CREDIT + 1))
+    assert raw.seen[-1] is False
+    assert cudnn.benchmark is True
+
+
 @pytest.mark.parametrize("mode", ["step", "eval"])
 def test_a_call_that_raises_puts_it_back(mode):
     model, step, _ = training()
