@@ -24,7 +24,7 @@ LAYERS = [
     # the decisions; the loaders
     "transforms.* _validate _progress _loading _data_loader _syncs",
     "transforms _step _loops _model_calls",
-    "_build _evaluation",
+    "_build _evaluation _tune",
     "_optimize _runners",
     "_compare _evaluate",
     "__init__",

@@ -29,8 +29,10 @@ class Step(Progress):
     the window: gradients are unscaled, clipped, applied, the scaler updated and the scheduler moved, in this order. Gradients
     are dropped at the start of a window, so that they can be looked at after a step. A window left open is carried over.
 
-    Made by `optimize`; see there for an example.
+    Made by `optimize`; see there for an example. `tuning` is True as long as `tune=True` measures.
     """
+
+    tuning = False
 
     def __init__(
         self,

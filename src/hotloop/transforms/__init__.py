@@ -22,3 +22,11 @@ TRANSFORMS: tuple[tuple[str, Callable[[Facts, Any], Decision]], ...] = (
     ("cudnn_benchmark", cudnn_benchmark.decide),
     ("compile", compilation.decide),
 )
+
+# What tuning may try, by its wish, and the wish that holds without it. cuDNN's benchmark flag is none of them: a shape that ran
+# once with the flag off keeps its plan, so the two cannot be compared in one process. Compiling takes longer than tuning.
+TRIALS: tuple[tuple[str, Callable[[Facts], Decision | None], Any], ...] = (
+    ("precision", precision.trial, "fp32"),
+    ("channels_last", memory_format.trial, False),
+    ("fused", fused_optimizer.trial, False),
+)

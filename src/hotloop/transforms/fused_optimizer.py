@@ -44,6 +44,12 @@ def decide(facts: Facts, wish: Any) -> Decision:
     return _decision("on", why, [not reason for reason in reasons])
 
 
+def trial(facts: Facts) -> Decision | None:
+    """What tuning may try where the wish is "auto"."""
+    switch = [not (_impossible(o, facts) or o.chosen or o.tensor_lr) for o in facts.optimizers]
+    return _decision("on", "rounds differently (3e-8 a step)", switch) if any(switch) else None
+
+
 def _impossible(optimizer: OptimizerTraits, facts: Facts) -> str:
     """Why torch has no fused kernel for this optimizer as it stands, or nothing."""
     kind = optimizer.kind

@@ -46,6 +46,13 @@ def decide(facts: Facts, wish: Any) -> Decision:
     )
 
 
+def trial(facts: Facts) -> Decision | None:
+    """What tuning may try where the wish is "auto"."""
+    if facts.traits.channels_last or facts.traits.convolutions != {2} or _impossible(facts):
+        return None
+    return _decision("4-D inputs follow, weights and outputs stay as they are; rounds differently (1e-6)", weights=False)
+
+
 def _impossible(facts: Facts) -> str:
     """Why the layout cannot be had, or nothing."""
     if 2 not in facts.traits.convolutions:

@@ -37,6 +37,15 @@ def decide(facts: Facts, wish: Precision) -> Decision:
     return _checked(facts, wish, "asked for")
 
 
+def trial(facts: Facts) -> Decision | None:
+    """What tuning may try where the wish is "auto": bfloat16 where there are units for it."""
+    machine, device = facts.machine, facts.device.type
+    units = machine.cpu_16bit if device == "cpu" else machine.accelerator_bf16 if device == "cuda" else ""
+    if not units or facts.traits.floats != {torch.float32} or (facts.scaler is not None and facts.scaler.is_enabled()):
+        return None
+    return _decision(facts, "bf16", "rounds to 8 bits (relative error 4e-3)")
+
+
 def _automatic(facts: Facts) -> tuple[str, str]:
     machine, traits, device = facts.machine, facts.traits, facts.device
     if facts.exact:
