@@ -29,7 +29,7 @@ class Fold:
     def __init__(self, conv: nn.Module, norm: Any, channels: int) -> None:
         self.conv, self.norm, self._channels = conv, norm, channels
         self.slots = [(own, name) for own, names in _places(conv, norm) for name in names]
-        self.tensors: list[Any] = [own.get(name) for own, name in self.slots]  # a bias, gamma and beta may be None
+        self.tensors: list[Any] = [own.get(name) for own, name in self.slots]  # some of them may be None
         self.possible = _can_be_folded(*self.tensors)
         self.drop()
 
@@ -54,15 +54,17 @@ class Fold:
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weight = self.tensors[0]
+        if autocast is None and x.dtype != weight.dtype:  # for the layer to complain about
+            return None
         if made := self._made.get(autocast):
             if (weight._version, weight.data_ptr()) == self._made_from:
                 return made
             self.drop()  # by the forward itself: everything else is looked at before each call of the model
-        self._owed -= x.numel() - _OVERHEAD
+        self._owed -= max(0, x.numel() - _OVERHEAD)
         if self._owed > 0 or not all(map(is_, self.tensors, (own.get(name) for own, name in self.slots))):
             return None
         self._made_from = (weight._version, weight.data_ptr())
-        made = self._made[autocast] = self._fold(autocast, *self.tensors)
+        made = self._made[autocast] = self._fold(autocast, *self.tensors[:-1])
         return made
 
     def _fold(
@@ -96,7 +98,8 @@ class Watch:
         self._slots = [slot for fold in self._folds for slot in fold.slots]
         self._tensors = [tensor for fold in self._folds for tensor in fold.tensors]
         self._present = [tensor for tensor in self._tensors if tensor is not None]
-        self._samples = [_sample(fold.tensors[0]) for fold in self._folds if fold.tensors[0].device.type == "cpu"]
+        on_cpu = [fold for fold in self._folds if fold.tensors[0].device.type == "cpu"]
+        self._samples = [_sample(t) for fold in on_cpu for t in (fold.tensors[0], fold.tensors[5])]
         self._state = self._now()
         self._values = self._sampled()
 
@@ -119,25 +122,29 @@ class Watch:
         return torch.cat(self._samples) if self._samples else _NOTHING
 
 
-def _sample(weight: Tensor) -> Tensor:
-    """A view of a few values: nobody else reads the plain weight, so that each of them comes from far in every call."""
-    middle = [size // 2 for size in weight.shape[2:]]
+def _sample(tensor: Tensor) -> Tensor:
+    """A view of a few values: nobody else reads the plain weights, so that each of them comes from far in every call."""
+    if tensor.dim() == 1:
+        return tensor.detach()[:4]
+    middle = [size // 2 for size in tensor.shape[2:]]
     place: Any = (0, slice(0, 4), *middle)
-    return weight.detach()[place]
+    return tensor.detach()[place]
 
 
 def _places(conv: nn.Module, norm: nn.Module) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
     return [
         (conv._parameters, ("weight", "bias")),
         (norm._parameters, ("weight", "bias")),
-        (norm._buffers, ("running_mean", "running_var")),
+        # The kernel that updates the statistics counts no change of them; the layer counts its batches.
+        (norm._buffers, ("running_mean", "running_var", "num_batches_tracked")),
     ]
 
 
-def _can_be_folded(weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any) -> bool:
-    present = [t for t in (weight, mean, var, bias, gamma, beta) if t is not None]
+def _can_be_folded(weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, batches: Any) -> bool:
+    present = [t for t in (weight, bias, gamma, beta, mean, var) if t is not None]
     return (
         not any(t is None for t in (weight, mean, var))
-        and all(type(t) in (nn.Parameter, Tensor) and t.is_floating_point() and not t.is_inference() for t in present)
+        and all(type(t) in (nn.Parameter, Tensor) and t.is_floating_point() for t in present)
+        and not any(t.is_inference() for t in (*present, batches) if t is not None)  # they count no changes
         and len({t.device for t in present}) == 1
     )

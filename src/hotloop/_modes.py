@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 import wrapt
 from torch import nn
@@ -55,11 +56,9 @@ class Modes:
         """Give each submodule its flag back, unless another evaluation still needs it in eval mode."""
         with _lock:
             flags = [_release(module, flag) for module, flag in zip(self.modules, self._give_back, strict=True)]
-            for module, flag in zip(self.modules, flags, strict=True):
-                if module.training is not flag:
-                    if _overrides(module):
-                        module.train(flag)  # may set what is below as well: that comes later in the list
-                    _set(module, flag)
+            with ExitStack() as done:  # whatever a `train()` raises, the others get theirs
+                for module, flag in zip(reversed(self.modules), reversed(flags), strict=True):
+                    done.callback(_give, module, flag)
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -101,6 +100,15 @@ def _release(module: nn.Module, flag: bool) -> bool:
     return held.flag
 
 
+def _give(module: nn.Module, flag: bool) -> None:
+    if module.training is not flag:
+        try:
+            if _overrides(module):
+                module.train(flag)  # may set what is below as well: its own turn comes later
+        finally:
+            _set(module, flag)
+
+
 def _evaluate(module: nn.Module, *, outermost: bool = False) -> None:
     # What `module.eval()` does, without the seven microseconds that it takes for each plain submodule.
     if not _overrides(module):
@@ -108,7 +116,7 @@ def _evaluate(module: nn.Module, *, outermost: bool = False) -> None:
             _set(module, False)
         for child in module._modules.values():
             if child is not None:
-                _evaluate(child)
+                _evaluate(plain(child))
     elif outermost:
         module.eval()
     else:
