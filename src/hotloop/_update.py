@@ -59,6 +59,7 @@ class Update:
             if not scaler.is_enabled():
                 norm = self.finish_gradients()
                 for optimizer in self._optimizers:
+                    _prepare(optimizer, scaled=False)
                     _issue(optimizer)
                 return norm, []
             return self._scaled(scaler)
@@ -88,7 +89,7 @@ class Update:
                 _share_overflow(scaler, reached)
             for optimizer in self._optimizers:
                 if optimizer in reached:
-                    _make_momentum(optimizer)
+                    _prepare(optimizer, scaled=True)
                     scaler.step(optimizer)
                     flags[optimizer] = self._flag(scaler, optimizer)
                 else:
@@ -204,17 +205,27 @@ def _all_skipped(flags: list[Any]) -> Any:
     return torch.stack([torch.as_tensor(f, dtype=torch.float32, device=device) for f in flags]).amin()
 
 
-def _make_momentum(optimizer: Optimizer) -> None:
-    """Give fused SGD its momentum buffers, as zeros, before its first step under a scaler.
+def _prepare(optimizer: Optimizer, *, scaled: bool) -> None:
+    """See to what fused kernels need, and torch does not.
 
-    torch leaves them uninitialised when that step overflows. With dampening zeros would not be what torch starts from.
+    On a CPU they read a gradient as its parameter lies in memory, whatever its strides say: where user code has written one that
+    lies otherwise, the weights would be wrong without a word. SGD's momentum buffers are made together: torch fails where one
+    parameter has its first gradient later than others, and leaves all of them uninitialised when the first scaled step
+    overflows. (With dampening zeros would not be what torch starts from.)
     """
-    if type(optimizer) is torch.optim.SGD:
-        for group in optimizer.param_groups:
-            if group["fused"] and group["momentum"] and not group["dampening"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        reached = [(p, p.grad) for p in group["params"] if p.grad is not None]
+        for parameter, gradient in reached:
+            if parameter.dim() > 1 and gradient.layout is torch.strided and gradient.stride() != parameter.stride():
+                with torch.no_grad():
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
+            missing = [p for p, _ in reached if optimizer.state[p].get("momentum_buffer") is None]
+            if scaled or len(missing) < len(reached):
+                for parameter in missing:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
