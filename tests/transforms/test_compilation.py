@@ -100,6 +100,15 @@ def test_other_wishes_are_refused(wish):
         optimize(raw, compile=wish)
 
 
+@pytest.mark.parametrize("wish", [{"backend": "no such"}, {"mode": "no such"}, {"mode": "default", "options": {"a": 1}}])
+def test_what_torch_refuses_is_refused_at_the_door(wish):
+    raw = net()
+    optimizer = torch.optim.Adam(raw.parameters())
+    with pytest.raises(ValueError, match=r"optimize\(\.\.\., compile=\{.*torch\.compile refuses this"):
+        optimize(raw, optimizer, CE, compile=wish)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
 @pytest.mark.parametrize("wish", [False, None, {"disable": True}])
 def test_off(wish):
     raw = net()

@@ -42,3 +42,6 @@ def _compiled(module: torch.nn.Module, options: dict[str, Any]) -> Any:
         return torch.compile(module, **options)
     except TypeError as error:
         raise TypeError(f"optimize(..., compile={options!r}): torch.compile does not take this ({error})") from None
+    except RuntimeError as error:  # an unknown backend or mode
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"optimize(..., compile={options!r}): torch.compile refuses this: {reason}") from None
