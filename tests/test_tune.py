@@ -318,7 +318,7 @@ def test_without_an_optimizer_there_is_nothing_to_measure():
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_on_an_accelerator(make, precision):
     """What is timed is the work and not its issue: the device is waited for, but only while it measures."""
-    _, step, clock = make(costs={"fused": 0.5}, precision=precision)
+    _, step, _ = make(costs={"fused": 0.5}, precision=precision)
     run(step)
     assert step.plan["placement"].choice.startswith("simgpu")
     assert step.plan["fused_optimizer"].choice in ("on", "off")

@@ -216,13 +216,17 @@ def _prepare(optimizer: Optimizer, *, scaled: bool) -> None:
     for group in optimizer.param_groups:
         if not group.get("fused"):
             continue
-        reached = [(p, p.grad) for p in group["params"] if p.grad is not None]
-        for parameter, gradient in reached:
-            if parameter.dim() > 1 and gradient.layout is torch.strided and gradient.stride() != parameter.stride():
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            # Both questions cost less than the strides do.
+            if gradient is None or (gradient.is_contiguous() and parameter.is_contiguous()):
+                continue
+            if gradient.layout is torch.strided and gradient.stride() != parameter.stride():
                 with torch.no_grad():
                     parameter.grad = torch.empty_like(parameter).copy_(gradient)
         if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
-            missing = [p for p, _ in reached if optimizer.state[p].get("momentum_buffer") is None]
+            reached = [p for p in group["params"] if p.grad is not None]
+            missing = [p for p in reached if optimizer.state[p].get("momentum_buffer") is None]
             if scaled or len(missing) < len(reached):
                 for parameter in missing:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
