@@ -161,7 +161,7 @@ class TestOnAnAccelerator:
     def test_many_readings_arrive_together(self, pinned, monkeypatch):
         """Where nothing is sent ahead, all of them are one transfer."""
         if not pinned:
-            monkeypatch.setattr("hotloop._reading._copies_without_blocking", lambda device_type: False)
+            monkeypatch.setattr("hotloop._reading.copies_without_blocking", lambda device_type: False)
         readings = [Reading(on(simgpu.NAME, float(i), i, i > 1)) for i in range(3)] + [Reading([torch.tensor(9)])]
         assert [r.ready() for r in readings] == [pinned] * 3 + [True]
         simgpu.counts.clear()

@@ -351,3 +351,21 @@ def test_any_batch_keeps_its_structure_and_its_original(plan: Any) -> None:
     assert Counter(t.item() for t in leaves(moved)) == Counter({1.0: len(list(leaves(batch)))} if list(leaves(batch)) else {})
     assert all(t.item() == 0 for t in leaves(batch))
     assert map_leaves(lambda t: t, batch) is batch
+
+
+class Pair(tuple):
+    """A tuple with a constructor and an attribute of its own."""
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+def test_a_tuple_of_the_users_own_keeps_its_type_and_attributes() -> None:
+    pair = Pair(torch.ones(1), 2)
+    pair.note = "kept"
+    mapped = map_leaves(lambda t: t + 1, pair)
+    assert type(mapped) is Pair
+    assert (mapped[0].item(), mapped[1], mapped.note) == (2.0, 2, "kept")
+    found = map_leaves(lambda t: t + 1, torch.ones(2, 2).max(dim=0))
+    assert type(found) is torch.return_types.max
+    assert found.values.tolist() == [2.0, 2.0]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hotloop._in_memory import in_memory, subsets, whole_batches
 from hotloop._item_cost import Cost, measure
 from hotloop._plan import Decision, Plan
-from hotloop._reading import _copies_without_blocking
+from hotloop._reading import copies_without_blocking
 from hotloop._tree import leaves
 from hotloop._worker_safety import Contents, obstacle
 from hotloop._workers import Room, in_shared_memory, room, workers_for
@@ -152,7 +152,7 @@ def _pinned(probe: DataLoader[Any], cost: Cost | str) -> tuple[bool, str]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return False, "there is no accelerator"
-    if not _copies_without_blocking(accelerator.type):
+    if not copies_without_blocking(accelerator.type):
         return False, f"{accelerator} does not copy from pinned memory"
     batch = in_memory(probe) if isinstance(cost, str) else cost.batch
     if batch is None:

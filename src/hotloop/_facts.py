@@ -72,7 +72,7 @@ class OptimizerTraits:
     momentum: bool
     dampened: bool
     tensor_lr: bool
-    floating: bool  # all parameters are plain floating tensors
+    floating: bool  # all parameters are plain floating tensors, each with memory of its own without gaps
     outside: frozenset[str]  # device types of parameters that belong to no model
 
 
@@ -188,6 +188,11 @@ def optimizer_traits(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Opti
         momentum=any(group.get("momentum") for group in groups),
         dampened=any(group.get("momentum") and group.get("dampening") for group in groups),
         tensor_lr=any(isinstance(group.get("lr"), torch.Tensor) for group in groups),
-        floating=all(type(p) in (nn.Parameter, torch.Tensor) and p.is_floating_point() for p in parameters),
+        floating=all(type(p) in (nn.Parameter, torch.Tensor) and p.is_floating_point() and _is_dense(p) for p in parameters),
         outside=frozenset(p.device.type for p in parameters if id(p) not in own),
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    # A slice of another tensor has gaps, over which a fused kernel would write.
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) == max(tensor.numel(), 1)

@@ -13,6 +13,7 @@ import wrapt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from hotloop._device import usable
 from hotloop._in_memory import whole_batches
 from hotloop._parts import live_of
 from hotloop._transfer import Sent, Transfer, transfer_to
@@ -167,10 +168,4 @@ def _checked_target(device: Any) -> Any:
         )
     if device == "auto":
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"prefetch(loader, {device!r}): torch cannot use this device ({str(error).splitlines()[0]}); "
-            "name one that this machine has, or leave device='auto'"
-        ) from None
+    return usable(device, f"prefetch(loader, {device!r})")

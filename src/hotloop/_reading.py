@@ -180,7 +180,7 @@ def _as_item(value: Any, kind: torch.dtype) -> Number:
 
 def _start_copy(packed: Tensor) -> tuple[Tensor | None, Any]:
     """Send `packed` to pinned memory without waiting; (None, None) on a device that cannot, where a read copies."""
-    if not _copies_without_blocking(packed.device.type):
+    if not copies_without_blocking(packed.device.type):
         return None, None
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
@@ -190,7 +190,8 @@ def _start_copy(packed: Tensor) -> tuple[Tensor | None, Any]:
 
 
 @functools.cache
-def _copies_without_blocking(device_type: str) -> bool:
+def copies_without_blocking(device_type: str) -> bool:
+    """Whether a device of this type copies from and to pinned memory while the host goes on."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:
         return False

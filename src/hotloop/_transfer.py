@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotloop._reading import _copies_without_blocking
+from hotloop._reading import copies_without_blocking
 from hotloop._tree import map_leaves, move
 
 
@@ -18,7 +18,7 @@ def send_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`, without waiting for the device: by way of pinned memory, where it can pin."""
     if tensor.device == device:
         return tensor
-    if tensor.device.type == "cpu" and not tensor.requires_grad and _copies_without_blocking(device.type):
+    if tensor.device.type == "cpu" and not tensor.requires_grad and copies_without_blocking(device.type):
         tensor = _pinned(tensor)
     return tensor.to(device, non_blocking=device.type != "cpu")
 
@@ -41,7 +41,7 @@ class Sent(NamedTuple):
 @functools.cache
 def transfer_to(device: torch.device) -> Transfer:
     """The one way to `device`. A stream has memory of its own, which the next loader and the next epoch shall use again."""
-    return SideStream(device) if _copies_without_blocking(device.type) else Transfer(device)
+    return SideStream(device) if copies_without_blocking(device.type) else Transfer(device)
 
 
 class Transfer:

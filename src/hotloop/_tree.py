@@ -88,9 +88,12 @@ def _rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     if all(map(_is, items, value)):
         return value
     kind: Any = type(value)
-    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        return kind(*items)
-    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    if hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
+        return kind(items)
+    made = tuple.__new__(kind, items)  # past a constructor of the user's own, as `copy.copy` goes past it
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
 
 
 def _is(a: object, b: object) -> bool:

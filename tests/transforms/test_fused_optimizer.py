@@ -250,3 +250,22 @@ def test_a_training_step_in_float16_reads_nothing_more():
     bad = step(x * float("inf"), y)
     assert (good.skipped, bad.skipped, step.updates, step.skipped) == (False, True, 1, 1)
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_a_slice_of_another_tensor_is_left_to_the_plain_kernel(make):
+    """A fused kernel would write over its gaps, into memory that is no parameter."""
+    torch.manual_seed(0)
+    big = torch.randn(2, 8)
+    raw, kept = nn.Linear(4, 2), big.clone()
+    raw.weight = nn.Parameter(big[:, :4])
+    plain = nn.Linear(4, 2)
+    plain.load_state_dict(raw.state_dict())
+    optimizer, expected = make(raw.parameters()), make(plain.parameters())
+    step = optimize(raw, optimizer, CE).step
+    assert "slices of others" in step.plan["fused_optimizer"].why
+    for x, y in batches(4):
+        step(x, y)
+    train_plain(plain, expected, batches(4))
+    assert_close(raw, plain)
+    assert torch.equal(big[:, 4:], kept[:, 4:])

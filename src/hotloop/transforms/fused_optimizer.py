@@ -66,7 +66,7 @@ def _impossible(optimizer: OptimizerTraits, facts: Facts) -> str:
     if optimizer.differentiable:
         return f"{kind} was made with differentiable=True, which excludes fused=True"
     if not optimizer.floating:
-        return f"{kind} has parameters that are not plain floating tensors"
+        return f"{kind} has parameters that are not plain floating tensors, or are slices of others"
     if optimizer.dampened:
         return f"{kind} has momentum with dampening, whose first fused step under a scaler torch gets wrong"
     return ""

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from hotloop._device import usable
 from hotloop._facts import Facts
 from hotloop._parts import Parts
 from hotloop._plan import Decision
@@ -29,27 +30,16 @@ def resolve(facts: Facts, wish: Device) -> tuple[torch.device, str]:
     """The device that calls will move their arguments to, and why."""
     elsewhere = sorted((d for d in facts.traits.devices if d.type != "cpu"), key=str)
     if wish != "auto":
-        return _usable(wish), "asked for"
+        return usable(wish, f"optimize(..., device={wish!r})"), "asked for"
     if elsewhere:
         return elsewhere[0], "the parameters are there"
     if facts.machine.accelerator is None:
         return torch.device("cpu"), "there is no accelerator"
-    return _usable(facts.machine.accelerator), "the accelerator of this machine"
+    return usable(facts.machine.accelerator, "optimize(...)"), "the accelerator of this machine"
 
 
 def _at(device: torch.device, parts: Parts) -> Parts:
     return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
-
-
-def _usable(wish: Device) -> torch.device:
-    try:
-        # A tensor's own device carries its index: `cuda` becomes `cuda:0`, so that comparing devices is enough later.
-        return torch.empty(0, device=wish).device
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"optimize(..., device={wish!r}): torch cannot use this device ({str(error).splitlines()[0]}); "
-            "name one that this machine has, or leave device='auto'"
-        ) from None
 
 
 def _on(device: torch.device, why: str) -> Decision:

@@ -1,0 +1,18 @@
+"""The device that a user names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def usable(device: Any, call: str) -> torch.device:
+    """The device with its index, so that comparing devices is enough later; raises for `call` if torch cannot use it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{call}: torch cannot use this device ({str(error).splitlines()[0]}); name one that this machine has, or leave "
+            "device='auto'"
+        ) from None
