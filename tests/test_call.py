@@ -624,6 +624,18 @@ def test_an_objects_own_to_gets_a_device_and_its_answer_is_used():
     assert model(Custom(X)) == [torch.device("cpu")]
 
 
+def test_a_step_asks_an_object_once():
+    """One walk over all arguments of a step, the target's among them."""
+    raw = nn.Linear(4, 2)
+    plain = raw.forward
+    raw.forward = lambda graph: (asked.extend(graph.asked), plain(graph.x))[1]
+    asked = []
+    _, step = training(raw, lambda output, target: (asked.extend(target.asked), output.square().mean())[1])
+    graph = Custom(X)
+    step(graph, graph)
+    assert asked == [torch.device("cpu")] * 2  # once, seen by the forward and by the loss
+
+
 @pytest.mark.parametrize("value", [
     "text", None, 3, 2.5, True, b"b", {1, 2}, object(), range(3), [3, 2], np.ones(3), np.float64(1), [np.ones(2), "s"], torch.float16,
 ], ids=str)  # fmt: skip

@@ -717,7 +717,8 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_tensor_that_stayed_behind_is_named(call):
     """D5: torch's error, with ours behind it: what moved, what stayed, what to do."""
-    model, step, *_ = training(Left)
+    model, step, raw, _ = training(Left)
+    raw.there = torch.zeros(2).to(DEVICE)
     with pytest.raises(RuntimeError) as error:
         CALLS[call](model, step)
     text = str(error.value)
@@ -726,6 +727,7 @@ def test_a_tensor_that_stayed_behind_is_named(call):
     assert "self.mean" in text
     assert "self.register.t" in text
     assert "self.moved" not in text
+    assert "self.there" not in text
     assert "register_buffer" in text
     assert "device='cpu'" in text
     assert text.count("hotloop:") == 1
