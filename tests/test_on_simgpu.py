@@ -672,6 +672,17 @@ def test_an_average_on_the_device():
     assert not torch.equal(host(average.module)["1.weight"], host(raw)["1.weight"])
 
 
+def test_a_users_own_method_that_moves():
+    class Places(nn.Linear):
+        def place(self, device):
+            return self.to(device)
+
+    model = optimize(Places(4, 2))
+    assert model.place("cpu") is model
+    assert model.device == torch.device("cpu")
+    assert model(X).device.type == "cpu"
+
+
 def test_a_parent_that_moves_takes_it_along():
     model, *_ = training()
     nn.Sequential(model).to("cpu")
