@@ -100,7 +100,7 @@ CALLS = {
     ),
     "parameters for an optimizer": (lambda k: [k.net, k.net.parameters()], TypeError, r"<generator>.*second argument"),
     "a scheduler for an optimizer": (lambda k: [k.net, k.scheduler], TypeError, r"<StepLR>.*second argument"),
-    "a class for an optimizer": (lambda k: [k.net, torch.optim.SGD], TypeError, r"second argument"),
+    "a class for an optimizer": (lambda k: [k.net, torch.optim.SGD], TypeError, r"this is a class; pass SGD"),
     "no optimizer in the list": (
         lambda k: [k.net, []], ValueError, r"optimize\(model, \[\]\).*no optimizer.*optimize\(model\)",
     ),
