@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-import wrapt
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hotloop._decorated import decorated
 from hotloop._evaluation import DTYPES, Evaluation, Wishes
 from hotloop._found_models import NamedModels, held_by, in_arguments
 from hotloop._loading import Prefetch, prefetch
@@ -95,7 +92,7 @@ def fast_eval(
 
     def decorate(function: Any) -> Any:
         function = _decorable(function)
-        return FastEval(function, _Evaluator(function, wishes))
+        return decorated(function, _Evaluator(function, wishes))
 
     return decorate if function is None else decorate(function)
 
@@ -107,6 +104,7 @@ class _Evaluator:
         plain = getattr(function, "__func__", function)
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         self._is_lazy = any(is_kind(plain) for is_kind in kinds)
+        self._is_method = _first_parameter(function) in ("self", "cls")
         self._name = getattr(plain, "__qualname__", type(plain).__name__)
         self._named = NamedModels(function)
         self._wishes = wishes
@@ -121,6 +119,8 @@ class _Evaluator:
         return run(evaluation, wrapped, args, kwargs)
 
     def _models(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
+        if instance is None and self._is_method and args:  # called through a property, or another decorator
+            instance = args[0]
         found = [*in_arguments((args, kwargs)), *held_by(instance), *self._wishes.models, *self._named]
         if not found and not self._has_warned:
             self._has_warned = True
@@ -130,6 +130,11 @@ class _Evaluator:
                 stacklevel=3,
             )
         return list({id(model): model for model in found}.values())
+
+
+def _first_parameter(function: Any) -> str | None:
+    code = getattr(function, "__code__", None)
+    return code.co_varnames[0] if code is not None and code.co_argcount else None
 
 
 def _prefetched(value: Any, target: Any) -> Any:
@@ -143,47 +148,6 @@ def _prefetched(value: Any, target: Any) -> Any:
         made = type(value)(_prefetched(item, target) for item in value)
         return made if any(map(is_not, made, value)) else value
     return value
-
-
-class _Method(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """A decorated method, as it comes from its class or an instance."""
-
-    _torchdynamo_disable = True
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        owner = getattr(self.__wrapped__, "__self__", None)
-        if owner is not None:
-            return getattr, (owner, self.__name__)
-        where = (self.__module__, self.__qualname__)
-        _by_name(*where)  # what cannot be found again fails now
-        return _by_name, where
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        owner = getattr(self.__wrapped__, "__self__", None)
-        return self if owner is None else getattr(copy.deepcopy(owner, memo), self.__name__)
-
-
-class FastEval(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A decorated function; stored by its name, and its own copy, as functions are."""
-
-    __bound_function_wrapper__ = _Method
-
-    # Dynamo follows `__wrapped__`, and would leave the evaluation out of compiled code without a word.
-    _torchdynamo_disable = True
-
-    def __reduce_ex__(self, protocol: Any) -> str:
-        name: str = self.__qualname__
-        return name
-
-    def __copy__(self) -> FastEval:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FastEval:
-        return self
-
-
-def _by_name(module: str, qualified: str) -> Any:
-    return functools.reduce(getattr, qualified.split("."), importlib.import_module(module))
 
 
 def _decorable(function: Any) -> Any:

@@ -159,7 +159,7 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 def _model_calls(model: nn.Module) -> Iterator[Diversion]:
     """The calls to divert for a model: its own, or those of its parts where it has no forward, as a ModuleList."""
-    if live_of(model) is None and type(model).forward is nn.Module.forward:
+    if live_of(model) is None and getattr(type(model), "forward", None) is nn.Module.forward:
         for child in model.children():
             yield from _model_calls(child)
         return

@@ -54,7 +54,8 @@ class Folding:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         norms = [m for m in modules if isinstance(m, _NORMS) and type(m).forward is nn.BatchNorm2d.forward]
-        convolutions = [m for m in modules if type(m).forward in _KINDS] if norms else []
+        # The class of a scripted module has no forward.
+        convolutions = [m for m in modules if getattr(type(m), "forward", None) in _KINDS] if norms else []
         self._pairs = [(m, pair_of(m)) for m in convolutions]
         self._is_out_of_reach = bool(self._pairs) and any(map(_calls_elsewhere, modules))
         self._waiting: list[Convolution] = []

@@ -113,7 +113,7 @@ async def _coroutine(evaluation: Evaluation, body: Any) -> Any:
 
 
 async def _async_generator(evaluation: Evaluation, body: Any) -> AsyncGenerator[Any, Any]:
-    step = body.asend(None)
+    step = _first_step(body)
     while True:
         try:
             with evaluation.held():
@@ -128,6 +128,16 @@ async def _async_generator(evaluation: Evaluation, body: Any) -> AsyncGenerator[
             raise
         except BaseException as error:
             step = body.athrow(error)
+
+
+def _first_step(body: Any) -> Any:
+    # An event loop closes the generators that it sees begin. It sees ours, which closes this one.
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return body.asend(None)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
 
 
 _LAZY: tuple[tuple[type, Callable[[Evaluation, Any], Any]], ...] = (
