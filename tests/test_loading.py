@@ -593,7 +593,7 @@ class Items(torch.utils.data.Dataset):
     (lambda: prefetch([], nn.Linear(1, 1)), TypeError, "the model is not wrapped"),
     (lambda: prefetch([], "nowhere"), ValueError, "torch cannot use this device"),
     (lambda: prefetch([], "cuda:17"), ValueError, "torch cannot use this device"),
-    (lambda: prefetch([], 3.5), ValueError, "torch cannot use this device"),
+    (lambda: prefetch([], 3.5), TypeError, "a device or a wrapped model"),
     (lambda: prefetch([], "cpu", depth=0), ValueError, "depth=0"),
     (lambda: prefetch([], "cpu", depth=-1), ValueError, "depth=-1"),
     (lambda: prefetch([], "cpu", depth=1.5), ValueError, "depth=1.5"),

@@ -188,11 +188,14 @@ def optimizer_traits(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Opti
         momentum=any(group.get("momentum") for group in groups),
         dampened=any(group.get("momentum") and group.get("dampening") for group in groups),
         tensor_lr=any(isinstance(group.get("lr"), torch.Tensor) for group in groups),
-        floating=all(type(p) in (nn.Parameter, torch.Tensor) and p.is_floating_point() and _is_dense(p) for p in parameters),
+        floating=all(map(is_plain, parameters)),
         outside=frozenset(p.device.type for p in parameters if id(p) not in own),
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    # A slice of another tensor has gaps, over which a fused kernel would write.
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) == max(tensor.numel(), 1)
+def is_plain(parameter: torch.Tensor) -> bool:
+    """Whether this is a floating tensor of no special kind whose memory has no gaps: fused kernels would write over them."""
+    if type(parameter) not in (nn.Parameter, torch.Tensor) or not parameter.is_floating_point():
+        return False
+    extent = 1 + sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+    return extent == max(parameter.numel(), 1)

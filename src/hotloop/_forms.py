@@ -42,6 +42,10 @@ def unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
             return (), {**batch, **kwargs}, batch
         if isinstance(batch, tuple | list):
             return tuple(batch), kwargs, None
+        if isinstance(batch, int | float):
+            raise TypeError(
+                f"step({batch!r}): a loss is a tensor that carries a graph, and this is a number; remove the .item()"
+            )
     if not args and not kwargs:
         raise TypeError("step(): there is no batch; write step(x, y), step(batch) or step(loss)")
     return args, kwargs, None
@@ -193,15 +197,19 @@ def check_target(args: tuple[Any, ...], call: Call) -> None:
     if len(args) < 2:
         lost = len(args) == 1 and isinstance(args[0], Tensor) and args[0].numel() == 1
         hint = "a loss of your own must carry a graph: does it require grad?" if lost else "write step(x, y)"
-        raise TypeError(f"{written(*call)}: with a loss_fn the last argument is the target, and there is none; {hint}")
+        by_position = " (by position, not by name)" if call[1] else ""
+        raise TypeError(
+            f"{written(*call)}: with a loss_fn the last argument is the target, and there is none{by_position}; {hint}"
+        )
 
 
 def explain_backward(error: RuntimeError) -> None:
     """Add the way out to torch's complaint about a graph that is used twice."""
     if "backward through the graph a second time" in str(error):
         error.args = (
-            f"{error}\n\nhotloop: two losses share this graph: write step.backward(loss, retain_graph=True) for all but the last "
-            "of them, or add them up: step(a + b)",
+            f"{error}\n\nhotloop: a step runs the backward itself. Remove a loss.backward() of your own; .detach() what is carried on "
+            "from an earlier step (a hidden state, a generated batch); where two losses do share this graph, write "
+            "step.backward(loss, retain_graph=True) for all but the last of them, or add them up: step(a + b)",
         )
 
 

@@ -96,13 +96,9 @@ class Ledger:
                     "call from the loop, or leave scheduler= away and step it yourself, for example once an epoch",
                 )
 
-    def foreign_update(self) -> None:
+    def foreign_update(self, what: str) -> None:
         """Warn, once, of an `optimizer.step()` from outside."""
-        self._warn(
-            "optimizer",
-            "optimizer.step() was called after step(...) with the gradients that step has applied already: the update is done "
-            "twice; remove the call from the loop",
-        )
+        self._warn("optimizer", f"optimizer.step() was called after step(...) {what}; remove the call from the loop")
 
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:

@@ -166,6 +166,11 @@ def _checked_target(device: Any) -> Any:
             f"prefetch(loader, {type(device).__name__}(...)): the model is not wrapped, so it names no device; "
             "wrap it first (model = optimize(model)), or write prefetch(loader, next(model.parameters()).device)"
         )
+    if not isinstance(device, str | int | torch.device):
+        raise TypeError(
+            f"prefetch(loader, <{type(device).__name__}>): the second argument is a device or a wrapped model; write "
+            "prefetch(loader, model)"
+        )
     if device == "auto":
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return usable(device, f"prefetch(loader, {device!r})")

@@ -43,6 +43,11 @@ class Progress:
         self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, self._models))
         self._means = Means()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a step cannot be pickled or copied: save step.state_dict(), and load it into the step of a new optimize"
+        )
+
     @property
     def updates(self) -> int:
         """How many times the weights were changed. Waits for the device only where float16 may have skipped an update there."""

@@ -25,11 +25,14 @@ def following(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     try:
         yield
     finally:
-        renamed: dict[Tensor, Tensor] = {}
+        renamed: dict[Tensor, nn.Parameter] = {}
         for (owner, name), old in before.items():
             new = owner._parameters.get(name)
             if new is not None and new is not old:
-                owner._parameters[name] = renamed.setdefault(old, new)  # type: ignore[assignment]
+                owner._parameters[name] = renamed.setdefault(old, new)
+        for old, new in renamed.items():
+            if old.grad is not None and new.grad is None and new.shape == old.shape:
+                new.grad = old.grad.to(new.device, new.dtype)  # of an open window
         for optimizer in optimizers:
             if renamed:
                 _repoint(optimizer, renamed)
@@ -42,7 +45,7 @@ def _slots(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     return {(m, name): p for m in modules for name, p in m._parameters.items() if p is not None}
 
 
-def _repoint(optimizer: Optimizer, renamed: dict[Tensor, Tensor]) -> None:
+def _repoint(optimizer: Optimizer, renamed: dict[Tensor, nn.Parameter]) -> None:
     for group in optimizer.param_groups:
         group["params"][:] = [renamed.get(p, p) for p in group["params"]]  # LBFGS holds on to the list itself
     for old, new in renamed.items():

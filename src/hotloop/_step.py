@@ -55,6 +55,7 @@ class Step(Progress):
             self._optimizers,
             clip_norm=settings.clip_norm,
             before_update=settings.before_update,
+            window=self._window,
             on_foreign=self._ledger.foreign_update,
         )
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optim
 
-_global_hooks = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+from hotloop._stepping import issue, prepare
+from hotloop._window import Window
 
 
 class Update:
@@ -29,12 +29,14 @@ class Update:
         *,
         clip_norm: float | None,
         before_update: Callable[[], object] | None,
-        on_foreign: Callable[[], None],
+        window: Window,
+        on_foreign: Callable[[str], None],
     ) -> None:
         self._models = models
         self._optimizers = optimizers
         self._clip_norm = clip_norm
         self._before_update = before_update
+        self._window = window
         self._on_foreign = on_foreign
         self._running = False
         self._stepped: set[int] = set()
@@ -43,7 +45,8 @@ class Update:
         for optimizer in optimizers:
             # An optimizer around another one may have left torch's constructor, and with it the hooks, out.
             if getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_step_post_hooks"):
-                optimizer.register_step_post_hook(_reporting_to(self))
+                handle = optimizer.register_step_post_hook(_reporting_to(self))
+                weakref.finalize(self, handle.remove)
                 self._reporting.add(id(optimizer))
 
     def __call__(self, factor: float, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
@@ -59,8 +62,8 @@ class Update:
             if not scaler.is_enabled():
                 norm = self.finish_gradients()
                 for optimizer in self._optimizers:
-                    _prepare(optimizer, scaled=False)
-                    _issue(optimizer)
+                    prepare(optimizer, scaled=False)
+                    issue(optimizer)
                 return norm, []
             return self._scaled(scaler)
         finally:
@@ -89,11 +92,11 @@ class Update:
                 _share_overflow(scaler, reached)
             for optimizer in self._optimizers:
                 if optimizer in reached:
-                    _prepare(optimizer, scaled=True)
+                    prepare(optimizer, scaled=True)
                     scaler.step(optimizer)
                     flags[optimizer] = self._flag(scaler, optimizer)
                 else:
-                    _issue(optimizer)
+                    issue(optimizer)
         except BaseException:
             scaler.update(scaler.get_scale())  # forget what was unscaled; the scale stays
             raise
@@ -152,10 +155,12 @@ class Update:
         """An optimizer has stepped: ours, or, with gradients that are applied already, a leftover of the old loop."""
         if self._running:
             self._stepped.add(id(optimizer))
+        elif self._window.is_open:
+            self._on_foreign("with the gradients of a part of an accumulation window: each call would apply some of them again")
         elif self._applied:
             applied = [gradient for reference in self._applied if (gradient := reference()) is not None]
             if any(p.grad is gradient for p in _parameters(optimizer) for gradient in applied):
-                self._on_foreign()
+                self._on_foreign("with the gradients that step has applied already: the update is done twice")
 
 
 def first_not_finite(models: Sequence[nn.Module]) -> str:
@@ -165,27 +170,6 @@ def first_not_finite(models: Sequence[nn.Module]) -> str:
             if parameter.grad is not None and not math.isfinite(parameter.grad.abs().max().item()):
                 return f"the first parameter with a gradient that is not finite is {name!r}"
     return "no gradient that is left is other than finite"
-
-
-def _issue(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, past torch's wrapper around it where that has nothing to do.
-
-    The wrapper opens a profiler region and loops over hooks, which takes as long as a third of a small fused step. It is left
-    out where no profiler runs and the only hook is ours, which tells foreign steps from our own.
-    """
-    step = type(optimizer).step
-    if (
-        getattr(step, "hooked", False)
-        and "step" not in optimizer.__dict__
-        and len(optimizer._optimizer_step_post_hooks) == 1
-        and not optimizer._optimizer_step_pre_hooks
-        and not _global_hooks[0]
-        and not _global_hooks[1]
-        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    ):
-        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-    else:
-        optimizer.step()
 
 
 def _share_overflow(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
@@ -203,33 +187,6 @@ def _all_skipped(flags: list[Any]) -> Any:
     if device is None:
         return all(flags)
     return torch.stack([torch.as_tensor(f, dtype=torch.float32, device=device) for f in flags]).amin()
-
-
-def _prepare(optimizer: Optimizer, *, scaled: bool) -> None:
-    """See to what fused kernels need, and torch does not.
-
-    On a CPU they read a gradient as its parameter lies in memory, whatever its strides say: where user code has written one that
-    lies otherwise, the weights would be wrong without a word. SGD's momentum buffers are made together: torch fails where one
-    parameter has its first gradient later than others, and leaves all of them uninitialised when the first scaled step
-    overflows. (With dampening zeros would not be what torch starts from.)
-    """
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            # Both questions cost less than the strides do.
-            if gradient is None or (gradient.is_contiguous() and parameter.is_contiguous()):
-                continue
-            if gradient.layout is torch.strided and gradient.stride() != parameter.stride():
-                with torch.no_grad():
-                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
-            reached = [p for p in group["params"] if p.grad is not None]
-            missing = [p for p in reached if optimizer.state[p].get("momentum_buffer") is None]
-            if scaled or len(missing) < len(reached):
-                for parameter in missing:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -55,6 +55,10 @@ def optimizers(given: Any, modules: Sequence[nn.Module], loss_fn: Any) -> list[O
     own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
     for optimizer in found:
         name = type(optimizer).__name__
+        if isinstance(optimizer, type):
+            raise TypeError(
+                f"optimize(model, {optimizer.__name__}): this is a class; pass {optimizer.__name__}(model.parameters())"
+            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimize(model, {_kind(optimizer)}): the second argument is the torch optimizer; write "

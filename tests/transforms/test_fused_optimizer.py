@@ -116,8 +116,8 @@ def test_added_groups_learning_rates_and_schedulers():
         (lambda p: RMSprop(p), "no fused kernel for RMSprop"),
         (lambda p: NAdam(p), "no fused kernel for NAdam"),
         (lambda p: Adam(p, foreach=True), "foreach=True"),
-        (lambda p: Adam(p, fused=False), "your choice"),
-        (lambda p: Adam(p, fused=True), "your choice"),
+        (lambda p: Adam(p, fused=False), "left as it is"),
+        (lambda p: Adam(p, fused=True), "left as it is"),
         (lambda p: Adam(p, differentiable=True), "differentiable"),
         (lambda p: Adam(p, lr=torch.tensor(0.1)), "tensor as learning rate"),
         (lambda p: Mine(p), "no fused kernel for"),
@@ -132,6 +132,28 @@ def test_left_alone_with_the_reason(make, reason):
     assert step.plan["fused_optimizer"].choice == "off"
     assert reason in step.plan["fused_optimizer"].why
     assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == before
+
+
+def test_parameters_that_the_kernel_cannot_take_may_be_added():
+    raw = net()
+    optimizer = Adam(raw.parameters())
+    step = optimize(raw, optimizer, CE).step
+    step(*next(batches(1)))
+    late = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+    optimizer.add_param_group({"params": [late]})
+    step(raw(torch.ones(1, 4)).sum() + late.abs().sum())
+    assert step.plan["fused_optimizer"].choice == "off"
+    assert "given parameters" in step.plan["fused_optimizer"].why
+    assert not torch.equal(late, torch.ones(3, dtype=torch.cfloat))
+
+
+def test_optimized_again_the_old_hooks_are_gone():
+    raw = net()
+    optimizer = Adam(raw.parameters())
+    for _ in range(3):
+        step = optimize(raw, optimizer, CE).step
+    step(*next(batches(1)))
+    assert len(optimizer._optimizer_step_post_hooks) == 1
 
 
 class Mine(Adam):

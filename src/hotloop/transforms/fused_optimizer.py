@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hotloop._facts import Facts, OptimizerTraits
+from hotloop._facts import Facts, OptimizerTraits, is_plain
 from hotloop._parts import Parts
 from hotloop._plan import Decision
 from hotloop._rebind import fit_state
@@ -75,7 +75,7 @@ def _impossible(optimizer: OptimizerTraits, facts: Facts) -> str:
 def _unwise(optimizer: OptimizerTraits, facts: Facts) -> str:
     """Why a kernel that exists is better left off, or nothing."""
     if optimizer.chosen:
-        return f"{optimizer.kind} was made with fused= or foreach=: your choice"
+        return f"{optimizer.kind} has fused= or foreach= set already: left as it is"
     if optimizer.tensor_lr:
         return f"{optimizer.kind} has a tensor as learning rate"
     if optimizer.kind == "SGD" and not optimizer.momentum and facts.device.type == "cpu":
@@ -88,20 +88,18 @@ def _decision(choice: str, why: str, switch: list[bool]) -> Decision:
 
     def watch() -> Decision | None:
         for optimizer, done in list(switched.items()):
-            if any(p.grad is not None and p.grad.is_sparse for group in optimizer.param_groups for p in group["params"]):
+            reason = done.problem()
+            if reason:
                 done.undo()
                 del switched[optimizer]
-                reason = f"taken back at the first sparse gradient, which {type(optimizer).__name__}'s fused kernel cannot take"
-                return Decision(_NAME, "on" if switched else "off", reason, apply, revert)
+                return Decision(_NAME, "on" if switched else "off", f"taken back: {reason}", apply, revert)
         return None
 
     def apply(parts: Parts) -> Parts:
         for optimizer, wanted in zip(parts.optimizers, switch, strict=True):
             if wanted and optimizer not in switched:
                 switched[optimizer] = _Switch(optimizer)
-        # The others refuse sparse gradients, fused or not.
-        sparse = any(isinstance(o, torch.optim.SGD | torch.optim.Adagrad) for o in switched)
-        return replace(parts, on_gradients=(*parts.on_gradients, watch)) if sparse else parts
+        return replace(parts, on_gradients=(*parts.on_gradients, watch))
 
     def revert(parts: Parts) -> Parts:
         for done in switched.values():
@@ -123,6 +121,7 @@ class _Switch:
         optimizer = self.optimizer
         self.groups = [group.get("fused") for group in optimizer.param_groups]
         self.default = optimizer.defaults.get("fused")
+        self.known = len(optimizer.param_groups)
         self.supported = optimizer.__dict__.get("_step_supports_amp_scaling")
         _switch_on(optimizer)
         # A checkpoint holds the user's own settings; one that is loaded brings its settings along.
@@ -130,6 +129,20 @@ class _Switch:
             optimizer.register_load_state_dict_post_hook(_switch_on),
             optimizer.register_state_dict_post_hook(self._as_it_was),
         ]
+
+    def problem(self) -> str:
+        """Why the optimizer cannot stay switched now, or nothing. It may have got new parameters, or sparse gradients."""
+        groups, name = self.optimizer.param_groups, type(self.optimizer).__name__
+        if len(groups) > self.known:
+            self.known = len(groups)
+            if not all(is_plain(p) for group in groups for p in group["params"]):
+                return f"{name} was given parameters that its fused kernel cannot take"
+        # The others refuse sparse gradients, fused or not.
+        if name in ("SGD", "Adagrad") and any(
+            p.grad is not None and p.grad.is_sparse for group in groups for p in group["params"]
+        ):
+            return f"a gradient is sparse, which {name}'s fused kernel cannot take"
+        return ""
 
     def _as_it_was(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for i, group in enumerate(state["param_groups"]):

@@ -14,15 +14,16 @@ from hotloop._plan import Decision
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
 _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MEANT = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "16-mixed": "fp16"}
 _SLOW = "asked for; this CPU has no 16-bit units: expect a step to be about ten times slower than float32"
 
 
 def decide(facts: Facts, wish: Precision) -> Decision:
     """bfloat16 on CUDA with native support, float16 with a scaler on older CUDA, bfloat16 on a CPU with units for it."""
     if wish not in ("auto", *_DTYPES):
-        raise ValueError(
-            f"optimize(..., precision={wish!r}): precision is 'auto', 'fp32', 'bf16' or 'fp16'; write one of these"
-        )
+        meant = _MEANT.get(str(wish).removeprefix("torch."))
+        fix = f"write precision={meant!r}" if meant else "write one of these"
+        raise ValueError(f"optimize(..., precision={wish!r}): precision is 'auto', 'fp32', 'bf16' or 'fp16'; {fix}")
     scaler = facts.scaler if facts.scaler is not None and facts.scaler.is_enabled() else None
     if wish == "auto" and scaler is not None:
         return _checked(facts, "fp16", "scaler= was given")
