@@ -78,17 +78,21 @@ class Window:
         return (self.size if rescale else self.count) / self.weight
 
     def watch(self) -> None:
-        """Remember a parameter with a gradient of each model and each optimizer, and the gradient's version."""
+        """Remember the first and the last parameter with a gradient of each model and each group, and the gradients' versions."""
         groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        first = (next((p for p in source if p.grad is not None), None) for source in (*self._parameters(), *groups))
-        self._watched = [(p, p.grad._version) for p in first if p is not None and p.grad is not None]
+        reached = ([p for p in source if p.grad is not None] for source in (*map(_parameters_of, self._models), *groups))
+        self._watched = [(p, p.grad._version) for found in reached for p in (*found[:1], *found[1:][-1:])]
 
-    def _parameters(self) -> Iterator[Iterator[Tensor]]:
-        return (model.parameters() for model in self._models)
+    def _vanished(self) -> bool:
+        if any(p.grad is None for p, _ in self._watched):
+            return True
+        # `zero_grad(set_to_none=False)` writes to all of them; only gradients that somebody has written to are worth a read.
+        written = all(p.grad is not None and p.grad._version != version for p, version in self._watched)
+        return bool(self._watched) and written and not any(p.grad is not None and p.grad.any() for p, _ in self._watched)
 
     def check(self) -> None:
         """Raise if a gradient of the open window has vanished since the last call."""
-        if self.is_open and any(_vanished(p.grad, version) for p, version in self._watched):
+        if self.is_open and self._vanished():
             done = f"{self.count} of {self.size} micro-batches"
             self.drop()
             raise RuntimeError(
@@ -97,9 +101,8 @@ class Window:
             )
 
 
-def _vanished(gradient: Tensor | None, version: int) -> bool:
-    # Only a gradient that somebody has written to since is worth a read.
-    return gradient is None or (gradient._version != version and not gradient.any())
+def _parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    return model.parameters()
 
 
 def _drop_gradients(module: nn.Module) -> None:
