@@ -461,12 +461,21 @@ def test_hooks_of_the_users_own_see_what_they_saw() -> None:
 def test_16_bit_outputs_come_back_in_float32() -> None:
     """A26, A27"""
 
-    @fast_eval
-    def evaluate(model: nn.Module, x: Tensor) -> Any:
-        return {"output": model(x), "same": model(x).numpy().sum() is not None}
+    def evaluate(model: nn.Module) -> Any:
+        return model(X), model(X).numpy().sum().item()
 
-    assert evaluate(net().bfloat16(), X.bfloat16())["output"].dtype == torch.float32
-    assert evaluate(optimize(net(), precision="bf16"), X)["output"].dtype == torch.float32
+    assert fast_eval(evaluate)(optimize(net(), precision="bf16"))[0].dtype == torch.float32
+    assert fast_eval(precision="bf16")(evaluate)(net())[0].dtype == torch.float32
+
+
+def test_models_in_16_bits_of_their_own_go_on_in_16_bits() -> None:
+    encoder, decoder = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 2).bfloat16()
+
+    @fast_eval
+    def evaluate(encoder: nn.Module, decoder: nn.Module) -> Any:
+        return decoder(encoder(X.bfloat16()) * 0.5)
+
+    assert torch.equal(evaluate(encoder, decoder), decoder(encoder(X.bfloat16()) * 0.5).detach())
 
 
 def test_the_precision_asked_for() -> None:

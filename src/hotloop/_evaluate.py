@@ -56,8 +56,8 @@ def fast_eval(
       names, is in eval mode. Afterwards, also after an error, each submodule has the mode that it had. Where no model is found,
       a warning says so once;
     - gradients are off; inside the body `torch.enable_grad()` works as usual;
-    - models are called as wrapped ones: their arguments are moved to their device, and 16-bit outputs come back in float32.
-      Tensors among the arguments of the function are moved as well, and a `DataLoader` among them is prefetched;
+    - models are called as wrapped ones: their arguments are moved to their device, and the 16-bit outputs of float32 models come
+      back in float32. Tensors among the arguments of the function are moved as well, and a `DataLoader` among them is prefetched;
     - BatchNorm layers that take the output of a convolution are computed with it, from the weights of the moment. The modules
       stay as they are, and layers with hooks are left alone. Rounds differently (3e-7). Not on models wrapped with
       `exact=True`.
@@ -71,7 +71,7 @@ def fast_eval(
     Args:
         model: a model, or a list of them, that the function uses and that cannot be found.
         precision: "fp32", "bf16" or "fp16" for the whole body; with "auto" the calls of a wrapped model have its precision,
-            those of a plain one the precision that `optimize` would choose, and the rest of the body is as it was.
+            and everything else is as it is without.
         inference: "no_grad", or "inference_mode", whose tensors cannot be used in training afterwards.
         fold_batchnorm: "auto" where it can be done; False leaves it; True makes it an error where nothing can be folded.
 

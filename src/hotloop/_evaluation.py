@@ -94,8 +94,8 @@ class Evaluation:
     def _precision(self) -> Iterator[None]:
         """One autocast region around everything, so that weights are cast once and not in every call.
 
-        With a precision asked for, it holds for the body as well. Otherwise the region changes nothing by itself: the calls of
-        models open their own, and what the body computes from their outputs, such as a loss, is as it is in training.
+        With a precision asked for, it holds for the body as well. Otherwise the region changes nothing by itself: wrapped models
+        open their own, and what the body computes from their outputs, such as a loss, is as it is in training.
         """
         kind = (self.device or torch.accelerator.current_accelerator() or torch.device("cpu")).type
         region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])

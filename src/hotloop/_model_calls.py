@@ -9,16 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hotloop._call import call
 from hotloop._deferred import current_call, settled
 from hotloop._detours import Detour
-from hotloop._facts import Facts, machine, traits
 from hotloop._parts import Live, Parts
-from hotloop._plan import Plan
-from hotloop._recovery import Recovery
-from hotloop.transforms import precision
 
 
 @dataclass(frozen=True)
@@ -45,10 +40,10 @@ class ModelCall(Detour):
     def __init__(self, module: nn.Module, device: torch.device, *, wrapped: bool) -> None:
         super().__init__(module)
         self._device_type = device.type
-        self._wrapped = wrapped
-        if not wrapped:
-            self._automatic = automatic_live(module, device)
-            self._bare = Live(Parts(module, device=device), inference="grad")
+        # A model whose own parameters are 16-bit gives what it gives: the next one may be its like.
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        in_16_bits = dtype in (torch.float16, torch.bfloat16)
+        self._live = None if wrapped else Live(Parts(module, device=device), inference="grad", exact=in_16_bits)
 
     def renew(self) -> None:
         self._parameters: list[nn.Parameter] = []
@@ -57,13 +52,12 @@ class ModelCall(Detour):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current_call() is not None:
             return self.run(*args, **kwargs)
+        if self._live is not None:
+            return call(self._settled, self._live, args, kwargs)
         region = asked.get()
-        if not self._wrapped:
-            live = self._automatic if region is None else self._bare
-            return call(self._settled, live, args, kwargs)
         if region is None:
             return self._settled(*args, **kwargs)
-        with region():
+        with region():  # inside the one that the wrapped model has opened
             return self._settled(*args, **kwargs)
 
     def _settled(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,21 +74,3 @@ class ModelCall(Detour):
         if now != self._seen:
             torch.clear_autocast_cache()
             self._seen = now
-
-
-_decisions: Any = WeakIdKeyDictionary()  # module -> (its device and dtype, the decision): looking at every layer takes time
-
-
-def automatic_live(module: nn.Module, device: torch.device) -> Live:
-    """How a plain model is called by itself: on the device it is on, in 16 bits where `optimize` would choose that."""
-    key = (device, next((p.dtype for p in module.parameters()), None))
-    known = _decisions.get(module)
-    if known is None or known[0] != key:
-        facts = Facts(machine(), traits([module]), device=device)
-        known = _decisions[module] = (key, precision.decide(facts, "auto"))
-    decision = known[1]
-    live = Live(decision.apply(Parts(module, device=device)), inference="grad")
-    if live.parts.autocast.dtype is not None:
-        live.plan = Plan([decision])
-        live.recovery = Recovery([live], [(decision, "fp32")])
-    return live
