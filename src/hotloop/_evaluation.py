@@ -45,7 +45,7 @@ class Evaluation:
         self._wishes = wishes
         self._modes = Modes(models)
         self._calls = [diversion for model in models for diversion in _model_calls(model)]
-        self._folded = _folded(models, wishes.fold_batchnorm)
+        self._folded = _folded(models, self._modes.modules, wishes.fold_batchnorm)
         if wishes.fold_batchnorm is True and not any(folded.diversions for folded in self._folded):
             raise self._not_folded()
         main = next((model for model in models if device_of(model) is not None), None)
@@ -131,8 +131,10 @@ class _Folded:
         return decision
 
 
-def _folded(models: Sequence[nn.Module], wish: bool | str | None) -> list[_Folded]:
+def _folded(models: Sequence[nn.Module], everything: Sequence[nn.Module], wish: bool | str | None) -> list[_Folded]:
     """One for each model that is not part of another."""
+    if len(models) == 1:
+        return [_Folded(models[0], everything, wish)]
     covered: set[int] = set()
     found = []
     for model in models:

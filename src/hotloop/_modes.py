@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 
 import wrapt
 from torch import nn
@@ -56,9 +55,17 @@ class Modes:
         """Give each submodule its flag back, unless another evaluation still needs it in eval mode."""
         with _lock:
             flags = [_release(module, flag) for module, flag in zip(self.modules, self._give_back, strict=True)]
-            with ExitStack() as done:  # whatever a `train()` raises, the others get theirs
-                for module, flag in zip(reversed(self.modules), reversed(flags), strict=True):
-                    done.callback(_give, module, flag)
+            error: BaseException | None = None
+            for module, flag in zip(self.modules, flags, strict=True):
+                if module.training is not flag:
+                    try:
+                        if _overrides(module):
+                            module.train(flag)  # may set what is below as well: that comes later in the list
+                    except BaseException as raised:  # the others get theirs all the same
+                        error = error or raised
+                    _set(module, flag)
+            if error is not None:
+                raise error
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -98,15 +105,6 @@ def _release(module: nn.Module, flag: bool) -> bool:
         return flag
     del _held[id(module)]
     return held.flag
-
-
-def _give(module: nn.Module, flag: bool) -> None:
-    if module.training is not flag:
-        try:
-            if _overrides(module):
-                module.train(flag)  # may set what is below as well: its own turn comes later
-        finally:
-            _set(module, flag)
 
 
 def _evaluate(module: nn.Module, *, outermost: bool = False) -> None:
