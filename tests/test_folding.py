@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop import _folded_weights
+from hotloop import _folded_weights, fast_eval
 from hotloop._deferred import settled
 from hotloop._detours import close_detour, open_detour
 from hotloop._folding import Folding
@@ -836,3 +836,48 @@ def test_decision_without_layers_to_fold() -> None:
         assert decision is not None
         assert (decision.choice, text in decision.why) == ("off", True)
     assert Folding(list(submodules([residual()]))).decision() is None, "not known before the first call"
+
+
+def test_a_fused_update_in_the_body_is_seen():
+    """Fused kernels count no version: what was folded before such a step must go."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16))
+    norms = [p for layer in net if isinstance(layer, nn.BatchNorm2d) for p in layer.parameters()]
+    optimizer = torch.optim.Adam(norms, 0.3, fused=True)
+    x = torch.randn(16, 3, 32, 32)
+
+    @fast_eval
+    def adapt(model):
+        for _ in range(6):
+            model(x)
+        with torch.enable_grad():
+            torch.autograd.backward(model(x).square().mean())
+        optimizer.step()
+        return model(x)
+
+    adapted = adapt(net)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted, net.eval()(x), atol=1e-4, rtol=1e-4)
+
+
+def test_an_input_that_the_forward_changes_is_changed_once():
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            h = self.conv(x)
+            y = self.norm(h)
+            x.mul_(2.0)
+            return y + h
+
+    torch.manual_seed(0)
+    net = Doubles().eval()
+    batches = [torch.randn(8, 3, 64, 64) for _ in range(6)]
+    given = [x.clone() for x in batches]
+    outputs = fast_eval(lambda model: [model(x) for x in given])(net)
+    with torch.no_grad():
+        for x, seen, output in zip(batches, given, outputs, strict=True):
+            torch.testing.assert_close(output, net(x), atol=1e-4, rtol=1e-4)
+            assert torch.equal(seen, x)

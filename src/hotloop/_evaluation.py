@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hotloop._detours import Detour, close_detour, open_detour
 from hotloop._folding import Folding
@@ -56,6 +57,8 @@ class Evaluation:
     def held(self) -> Iterator[None]:
         """The models are in eval mode, and called as models that are evaluated."""
         opened = []
+        # Fused kernels change weights without counting a version: what was made from them goes at every optimizer's step.
+        watching = register_optimizer_step_post_hook(self._weights_change)
         self._modes.switch()
         try:
             for module, kind in [*self._calls, *(d for folded in self._folded for d in folded.diversions)]:
@@ -66,9 +69,15 @@ class Evaluation:
             if self._wishes.fold_batchnorm is True and all(d is not None and d.choice == "off" for d in decisions):
                 raise self._not_folded()
         finally:
+            watching.remove()
             for module in opened:
                 close_detour(module)
             self._modes.restore()
+
+    def _weights_change(self, *_: object) -> None:
+        torch.clear_autocast_cache()
+        for folded in self._folded:
+            folded.folding.forget()
 
     def _not_folded(self) -> ValueError:
         reasons = [decision.why for folded in self._folded if (decision := folded.decision()) is not None]
@@ -119,13 +128,13 @@ class _Folded:
         live = live_of(model)
         self._plan: Plan | None = None if live is None else live.plan
         self._forbidden = "exact=True leaves every bit alone" if _is_exact(model) else "" if wish else "switched off"
-        self._folding = Folding([] if self._forbidden else modules)
-        self.diversions = self._folding.diversions
+        self.folding = Folding([] if self._forbidden else modules)
+        self.diversions = self.folding.diversions
 
     def decision(self) -> Decision | None:
         """What has come of it, as far as is known by now; it shows in the model's plan."""
         off = Decision("fold_batchnorm", "off", self._forbidden) if self._forbidden else None
-        decision = off or self._folding.decision()
+        decision = off or self.folding.decision()
         if self._plan is not None and decision is not None:
             self._plan.record(decision)
         return decision

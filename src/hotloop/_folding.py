@@ -62,6 +62,7 @@ class Folding:
         self._folds: list[Fold] = []
         self._watch = Watch([])
         self.observed = False
+        self._forgotten = False
         known = {id(norm) for norm in norms}
         chosen = [(m, pair) for m, pair in self._pairs if not self._is_out_of_reach and _may_fold(m, pair, known)]
         self.diversions: list[tuple[nn.Module, Callable[[nn.Module], Detour]]] = []
@@ -92,13 +93,18 @@ class Folding:
         """Take in a convolution whose call is diverted."""
         self._waiting.append(convolution)
 
+    def forget(self) -> None:
+        """The weights have changed: nothing that was folded is current."""
+        self._forgotten = True
+
     def look(self) -> None:
         """At the start of a call of the model: fold the pairs that are known by now, and drop what is not current."""
         begun = [convolution for convolution in self._waiting if convolution.begin()]
         if begun:
             self._waiting = [convolution for convolution in self._waiting if convolution not in begun]
             self._folds += [convolution.fold for convolution in begun if convolution.fold is not None]
-        if begun or self._watch.changed():
+        if begun or self._forgotten or self._watch.changed():
+            self._forgotten = False
             for fold in self._folds:
                 fold.drop()
             self._watch = Watch(self._folds)

@@ -46,6 +46,10 @@ class Sent:
     __slots__ = ("_given", "_run", "_version", "pair")
 
     def __init__(self, pair: Pair, run: Any, given: Tensor) -> None:
+        # The first call of a pair shows who uses the output: for that one the input is kept as it is now.
+        if not pair.checked:
+            with torch.inference_mode(False):
+                given = given.clone()
         self.pair, self._run, self._given, self._version = pair, run, given, given._version
 
     def otherwise(self) -> Tensor:
