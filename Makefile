@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint format types cover soak bench clean
+.PHONY: help demo test lint format types cover soak bench gpu clean
 
 help:                       ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
@@ -41,8 +41,19 @@ cover: $(VENV)/.dev         ## the tests with branch coverage
 soak: $(VENV)/.dev          ## the long load tests
 	$(BIN)/python -m pytest -m soak
 
-bench: $(VENV)/.bench       ## the benchmarks that need no accelerator; writes benchmarks/results
+bench: $(VENV)/.bench       ## the benchmarks that need no accelerator; writes benchmarks/results and the READMEs' tables
 	$(BIN)/python -m benchmarks
+
+# With the torch that is installed where it runs, and nothing from a network: `make gpu GPU_PYTHON=...` for another interpreter.
+# Its options are the Makefile's own, since plugins that the other tests use may be missing there.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu: export PYTHONPATH := src:.:$(PYTHONPATH)
+gpu:                        ## tests and benchmarks that need CUDA, with the installed torch
+	@$(GPU_PYTHON) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no CUDA device')"
+	$(GPU_PYTHON) -m pytest -q -c /dev/null --rootdir=. -m gpu tests/test_on_gpu.py
+	for name in shapes reading ablation; do $(GPU_PYTHON) -m benchmarks.$$name || exit 1; done
+	$(GPU_PYTHON) -m benchmarks.report --tables
 
 clean:                      ## remove what was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage demo.png

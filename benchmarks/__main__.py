@@ -1,4 +1,4 @@
-"""Run every benchmark that needs no accelerator, one after the other, each in a process of its own."""
+"""Run every benchmark that needs no accelerator, one after the other, each in a process of its own; then the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-SCRIPTS = ("overhead", "baseline", "peers", "loading")
+SCRIPTS = ("overhead", "baseline", "peers", "loading", "ablation", "report")
 
 
 def main() -> int:

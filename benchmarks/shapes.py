@@ -104,7 +104,7 @@ def measure(question: str, what: str, variants: list[str]) -> dict[str, dict[str
     for _ in range(PROCESSES):
         for variant in variants:
             command = [sys.executable, "-m", "benchmarks.shapes", question, what, variant]
-            found[variant].append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+            found[variant].append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
     rows = {v: {key: round(statistics.median(run[key] for run in runs), 4) for key in runs[0]} for v, runs in found.items()}
     return {
         v: {**row, **{f"ratio{k[:-3]}": round(row[k] / rows["off"][k], 4) for k in row if k.endswith("ms")}}
