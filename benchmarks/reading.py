@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.loops import Loop
-from benchmarks.measure import assert_close, counted, interleave, summary, table, write
+from benchmarks.measure import assert_close, interleave, summary, table, write
 from benchmarks.workloads import WORKLOADS, Batch, Workload
 from hotloop import optimize
 
@@ -101,8 +101,7 @@ def measure(workload: Workload) -> dict[str, dict[str, float]]:
     made = variants(workload, STEPS)
     run_once(made, workload.name)
     times = interleave({name: loop.run for name, loop in made.items()}, rounds=ROUNDS)
-    rows = summary(times, base="plain, never", per=STEPS)
-    return {name: {**row, "reads": counted(made[name].run, STEPS)["reads"]} for name, row in rows.items()}
+    return summary(times, base="plain, never", per=STEPS)
 
 
 def as_far_as_it_goes() -> None:
