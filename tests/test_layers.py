@@ -16,7 +16,7 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_tree _device _stepping _reading _modes _window _forms _detours _folded_weights _pairs _decorated _found_models _parts",
+    "_tree _device _median _stepping _reading _modes _window _forms _detours _folded_weights _pairs _decorated _found_models _parts",
     # one duty each, over the parts and the tools
     "_plan _rebind _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
     # the wrapped model, and what decisions, steps, loaders and reports are made of

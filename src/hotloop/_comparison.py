@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hotloop._median import median
 from hotloop._plan import Plan
 
 
@@ -24,13 +24,15 @@ class Measured:
     @property
     def median(self) -> float:
         """The median time of a step, in seconds."""
-        return statistics.median(self.times)
+        return median(self.times)
 
     @property
     def quartiles(self) -> tuple[float, float]:
         """The first and the third quartile of the time of a step, in seconds."""
         if len(self.times) == 1:
             return self.times[0], self.times[0]
+        import statistics  # takes as long to import as a tenth of hotloop
+
         first, _, third = statistics.quantiles(self.times, n=4, method="inclusive")
         return first, third
 
@@ -58,7 +60,7 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """The time of the wrapped loop by that of the plain loop: the median over turns that ran one after the other."""
-        return statistics.median(w / p for p, w in zip(self.plain.times, self.wrapped.times, strict=True))
+        return median(w / p for p, w in zip(self.plain.times, self.wrapped.times, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data: `plain`, `wrapped`, `ratio` and `max_weight_difference`."""

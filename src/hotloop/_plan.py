@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +62,8 @@ class Plan:
         return f"Plan({', '.join(f'{d.name}={d.choice}' for d in self)})"
 
     def _repr_html_(self) -> str:
+        import html  # for notebooks alone
+
         cells: Any = html.escape
         rows = "".join(f"<tr><th>{cells(d.name)}</th><td>{cells(d.choice)}</td><td>{cells(d.why)}</td></tr>" for d in self)
         return f"<table><thead><tr><th></th><th>choice</th><th>why</th></tr></thead><tbody>{rows}</tbody></table>"

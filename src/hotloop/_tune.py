@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 
 from hotloop import _forms as forms
 from hotloop._facts import Facts
+from hotloop._median import median
 from hotloop._metrics import Metrics
 from hotloop._parts import Live
 from hotloop._plan import Decision
@@ -103,7 +103,7 @@ class Tuner:
             pairs = yield from self._pairs((), (candidate,))
             if self._taken_back((candidate,)):
                 continue
-            ratio = statistics.median(pairs)
+            ratio = median(pairs)
             found = f"measured here: {ratio:.2f} x the plain step ({_counted(pairs)})"
             if _wins(pairs):
                 measured[candidate.name] = ratio
@@ -120,7 +120,7 @@ class Tuner:
         best = min(winners, key=lambda c: measured[c.name])
         pairs = yield from self._pairs((best,), winners)
         left = tuple(c for c in winners if not self._taken_back((c,)))
-        ratio = statistics.median(pairs)
+        ratio = median(pairs)
         if ratio < 1:
             return left
         for other in left:
@@ -138,7 +138,7 @@ class Tuner:
             ratios.append((yield changed) / seconds)
             if ratios[0] > TOO_SLOW or clock() - self._began > TIME_BOX:
                 break
-            if len(ratios) >= LEAST and (_certain(ratios) or statistics.median(ratios) >= 1):
+            if len(ratios) >= LEAST and (_certain(ratios) or median(ratios) >= 1):
                 break
         return ratios or [math.inf]
 
@@ -174,4 +174,4 @@ def _certain(ratios: list[float]) -> bool:
 
 
 def _wins(ratios: list[float]) -> bool:
-    return statistics.median(ratios) < GAIN and len(ratios) >= LEAST and _certain(ratios)
+    return median(ratios) < GAIN and len(ratios) >= LEAST and _certain(ratios)
