@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 LEAKS = {
@@ -31,7 +33,9 @@ LEAKS = {
 }
 
 
-def test_a_leak_fails_its_test_and_not_the_next(pytester: pytest.Pytester) -> None:
+def test_a_leak_fails_its_test_and_not_the_next(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: what cannot be put back, such as how deep autocast is nested, must not reach other tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     pytester.makeconftest("from guard import leaves_no_trace")
     pytester.makepyfile(f"""
         import sys, threading, torch
@@ -48,7 +52,7 @@ def test_a_leak_fails_its_test_and_not_the_next(pytester: pytest.Pytester) -> No
             stop.set()
             assert torch.ones(2, requires_grad=True).sum().item() == 2
     """)
-    result = pytester.runpytest_inprocess("-p", "no:asyncio", "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess("-p", "no:asyncio", "-p", "no:cacheprovider", "-rN")
     result.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS))
     blocks = result.stdout.str().split("the test left the process changed:")[1:]
     told = [[line for line in block.splitlines()[1:3] if line.startswith("  ")] for block in blocks]
