@@ -36,6 +36,7 @@ def _states() -> Iterator[State]:
     yield "anomaly mode", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
     yield "default dtype", torch.get_default_dtype, torch.set_default_dtype
     yield "default device", torch.get_default_device, lambda was: torch.set_default_device(None if was.type == "cpu" else was)
+    yield "autocast nesting", _autocast_nesting, _restore_autocast_nesting
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     for device in {"cpu", "cuda", "xpu", torch._C._get_privateuse1_backend_name()}:
         yield f"autocast on {device}", partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
@@ -57,6 +58,18 @@ def _states() -> Iterator[State]:
 
 def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _autocast_nesting() -> int:
+    """How many regions are open. The weight cache is emptied where the last one ends, so one left open makes weights stale."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _restore_autocast_nesting(depth: int) -> None:
+    while _autocast_nesting() > depth:
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
 
 
 _kept: list[Any] = []  # a context that is entered for good must not be collected

@@ -19,7 +19,8 @@ LEAKS = {
     "anomaly mode": "torch.autograd.set_detect_anomaly(True, check_nan=True)",
     "default dtype": "torch.set_default_dtype(torch.float64)",
     "default device": "torch.set_default_device('meta')",
-    "autocast on cpu": "torch.autocast('cpu').__enter__()",
+    "autocast on cpu": "torch.set_autocast_enabled('cpu', True)",
+    "autocast nesting": "torch.autocast('cpu', enabled=False).__enter__()",
     "autocast dtype on cuda": "torch.set_autocast_dtype('cuda', torch.bfloat16)",
     "autocast cache": "torch.set_autocast_cache_enabled(False)",
     "process group": "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)",
@@ -34,7 +35,7 @@ LEAKS = {
 
 
 def test_a_leak_fails_its_test_and_not_the_next(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: what cannot be put back, such as how deep autocast is nested, must not reach other tests."""
+    """In a process of its own: what the guard could not put back must not reach other tests."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     pytester.makeconftest("from guard import leaves_no_trace")
     pytester.makepyfile(f"""
