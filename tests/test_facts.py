@@ -87,7 +87,7 @@ def test_a_shared_parameter_counts_once():
 
 
 @pytest.mark.parametrize(("layer", "share"), [
-    (nn.Linear(256, 256, bias=False), 1.0), (nn.Linear(255, 1000, bias=False), 0.0), (nn.Linear(1000, 10, bias=False), 0.0),
+    (nn.Linear(512, 512, bias=False), 1.0), (nn.Linear(511, 1000, bias=False), 0.0), (nn.Linear(1000, 10, bias=False), 0.0),
     (nn.Conv2d(32, 32, 1, bias=False), 1.0), (nn.Conv2d(31, 64, 1, bias=False), 0.0), (nn.Conv2d(4, 32, 3, bias=False), 1.0),
     (nn.BatchNorm1d(1000), 0.0),
 ])  # fmt: skip

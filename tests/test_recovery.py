@@ -20,7 +20,7 @@ from hotloop._plan import Decision, Plan
 from hotloop._recovery import Recovery
 from parity.twins import differences, plain_loop, snapshot
 
-WIDE = 256  # layers from here on are worth 16-bit units
+WIDE = 512  # layers from here on are worth 16-bit units
 MSE = nn.MSELoss()
 
 # RMSprop has no fused kernels, so that precision is the only choice that could round. On the CPU, also beside an accelerator.

@@ -15,7 +15,7 @@ from hotloop._facts import Facts, Machine, traits
 from hotloop.transforms import precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-WIDTH = 300
+WIDTH = 600
 X, Y = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH), torch.tensor([0, 1, 1])
 
 
