@@ -422,7 +422,7 @@ def test_without_a_model_it_warns_once() -> None:
 
     with pytest.warns(UserWarning, match=r"found no model.*evaluate.*@fast_eval\(model=net\)") as caught:
         assert evaluate(1) == (3.0, False)
-    assert caught[0].filename == __file__
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         evaluate(2)
@@ -489,6 +489,23 @@ def test_the_precision_asked_for() -> None:
         assert evaluate(model)[:3] == (True, torch.float32, True)
         assert evaluate(model)[3].dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_parts_of_a_list_of_models_are_called_as_models() -> None:
+    models = nn.ModuleList([net(), net()])
+    evaluate = fast_eval(precision="bf16")(lambda models: [model(X) for model in models])
+    assert [output.dtype for output in evaluate(models)] == [torch.float32] * 2
+
+
+def test_a_model_that_is_found_wrapped_and_plain() -> None:
+    raw = net()
+    model = optimize(raw, precision="bf16")
+
+    @fast_eval(precision="fp32")
+    def evaluate(raw: nn.Module) -> Any:
+        return model(X)
+
+    assert torch.equal(evaluate(raw), by_hand(raw))
 
 
 def test_float32_asked_for_on_a_model_wrapped_in_16_bits() -> None:
@@ -576,6 +593,21 @@ def test_casts_of_an_evaluation_do_not_reach_a_surrounding_training(cached_befor
         torch.testing.assert_close(output, by_hand(model).float(), rtol=0.1, atol=0.1)
         model(X).float().square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters() if p.dim() == 2)
+
+
+def test_no_casts_stay_in_a_surrounding_region() -> None:
+    model = net()
+
+    def casts(run: Callable[[], Any]) -> int:
+        with Operators() as operators:
+            run()
+        return operators.seen.count("aten._to_copy.default")
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        first = casts(lambda: model(X))
+        assert casts(lambda: model(X)) < first, "torch keeps them"
+        fast_eval(lambda model: model(X))(model)
+        assert casts(lambda: model(X)) == first
 
 
 def test_training_inside_the_body_is_seen() -> None:
@@ -1017,9 +1049,10 @@ def test_it_is_not_skipped_inside_compiled_code() -> None:
     """W14, W15, F-10"""
     model = net()
 
-    @fast_eval
+    @fast_eval(precision="bf16")
     def evaluate(model: nn.Module, x: Tensor) -> Any:
-        return {"output": model(x), "state": state(model), "sum": model(x).sum()}
+        output = model(x)
+        return {"output": output, "state": state(model), "sum": output.sum()}
 
     def caller(x: Tensor) -> Any:
         return evaluate(model, x * 1)
@@ -1027,7 +1060,8 @@ def test_it_is_not_skipped_inside_compiled_code() -> None:
     torch._dynamo.reset()
     for _ in range(2):
         got, expected = torch.compile(caller, backend="eager")(X), caller(X)
-        assert got["state"] == expected["state"] == OFF
+        assert got["state"] == expected["state"] == (False, True, False)
+        assert got["output"].dtype == torch.float32, "the body itself is not compiled: its models are called as models"
         assert type(got["sum"]) is float
         assert got["sum"] == pytest.approx(expected["sum"])
         assert not got["output"].requires_grad
@@ -1036,10 +1070,23 @@ def test_it_is_not_skipped_inside_compiled_code() -> None:
 
 @pytest.mark.usefixtures("compiles")
 def test_a_method_and_a_compiled_evaluation() -> None:
-    trainer = Trainer()
-    torch._dynamo.reset()
-    assert torch.compile(lambda: trainer.evaluate(), backend="eager")() == OFF
-    assert torch.compile(trainer.evaluate, backend="eager")() == OFF
+    trainer, model = Trainer(), net()
+    bound = trainer.evaluate
+    for call, expected in (
+        (lambda: trainer.evaluate(), OFF),
+        (lambda: Trainer.evaluate(trainer), OFF),
+        (lambda: bound(), OFF),
+        (bound, OFF),
+        (lambda: Trainer.by_class(model), ("Trainer", OFF)),
+        (lambda: trainer.by_class(model), ("Trainer", OFF)),
+        (lambda: Trainer.by_class_outside(model), ("Trainer", OFF)),
+        (lambda: Trainer.static(model), OFF),
+        (lambda: trainer.static(model), OFF),
+        (lambda: trainer.static_outside(model), OFF),
+    ):
+        torch._dynamo.reset()
+        assert torch.compile(call, backend="eager")() == expected
+    assert all(flags(trainer.model))
 
 
 @pytest.mark.usefixtures("compiles")

@@ -6,16 +6,32 @@ import copy
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import wrapt
+
+
+def kept_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which dynamo neither traces nor compiles. It is imported by those who compile, and not for this."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = _disabled(function) if "torch._dynamo" in sys.modules else function
+        return run(*args, **kwargs)
+
+    return call
+
+
+_disabled = functools.cache(torch.compiler.disable)
 
 
 def decorated(function: Any, evaluator: Callable[..., Any]) -> Any:
     """`function`, whose calls are made by `evaluator(function, instance, args, kwargs)`."""
     is_generator = inspect.isgeneratorfunction(getattr(function, "__func__", function))
-    return (_Generator if is_generator else _Function)(function, evaluator)
+    return (_Generator if is_generator else _Function)(function, kept_from_dynamo(evaluator))
 
 
 class _Method(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
@@ -43,6 +59,11 @@ class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     # Dynamo follows `__wrapped__`, and would leave the evaluation out of compiled code without a word.
     _torchdynamo_disable = True
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None and self._self_binding == "function":
+            return self  # as a function does; dynamo takes a new object at each look for a change
+        return super().__get__(instance, owner)
 
     def __reduce_ex__(self, protocol: Any) -> str:
         name: str = self.__qualname__

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hotloop._decorated import decorated
 from hotloop._evaluation import DTYPES, Evaluation, Wishes
 from hotloop._found_models import NamedModels, held_by, in_arguments
+from hotloop._ledger import _outside
 from hotloop._loading import Prefetch, prefetch
 from hotloop._runners import lazily, run
 from hotloop._tree import move
@@ -92,7 +93,7 @@ def fast_eval(
 
     def decorate(function: Any) -> Any:
         function = _decorable(function)
-        return decorated(function, _Evaluator(function, wishes))
+        return decorated(function, _Evaluator(function, wishes).call)
 
     return decorate if function is None else decorate(function)
 
@@ -110,7 +111,7 @@ class _Evaluator:
         self._wishes = wishes
         self._has_warned = False
 
-    def __call__(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         evaluation = Evaluation(self._wishes, self._models(instance, args, kwargs))
         if evaluation.device is not None:
             args, kwargs = move(_prefetched((args, kwargs), evaluation.loads_to), evaluation.device)
@@ -127,7 +128,7 @@ class _Evaluator:
             warnings.warn(
                 f"fast_eval found no model in the arguments, in self, or in what {self._name} names, so that none is put in eval "
                 "mode; write @fast_eval(model=net)",
-                stacklevel=3,
+                stacklevel=_outside(),
             )
         return list({id(model): model for model in found}.values())
 

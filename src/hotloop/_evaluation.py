@@ -111,7 +111,6 @@ class Evaluation:
         if region is None and not torch.amp.is_autocast_available(kind):
             yield
             return
-        torch.clear_autocast_cache()  # casts that a surrounding region holds may be older than the weights
         before = asked.set(region or asked.get())
         try:
             with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)) if region is None else region():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hotloop._decorated import kept_from_dynamo
 from hotloop._evaluation import Evaluation
 from hotloop._reading import read_numbers
 from hotloop._tree import leaves, map_leaves
@@ -30,21 +29,7 @@ def as_result(value: Any) -> Any:
     return map_leaves(finish, value)
 
 
-def _kept_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which dynamo neither traces nor compiles. It is imported by those who compile, and not for this."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        run = _disabled(function) if "torch._dynamo" in sys.modules else function
-        return run(*args, **kwargs)
-
-    return call
-
-
-_disabled = functools.cache(torch.compiler.disable)
-
-
-@_kept_from_dynamo
+@kept_from_dynamo
 def _piece(context: AbstractContextManager[None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with context:
         return step(*args, **kwargs)
@@ -122,11 +107,7 @@ async def _async_generator(evaluation: Evaluation, body: Any) -> AsyncGenerator[
             return
         try:
             step = body.asend((yield as_result(item)))
-        except GeneratorExit:
-            with evaluation.held():
-                await _Awaited(evaluation, body.aclose())
-            raise
-        except BaseException as error:
+        except BaseException as error:  # also GeneratorExit
             step = body.athrow(error)
 
 
