@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,10 +78,15 @@ class Window:
         return (self.size if rescale else self.count) / self.weight
 
     def watch(self) -> None:
-        """Remember the first and the last parameter with a gradient of each model and each group, and the gradients' versions."""
-        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        reached = ([p for p in source if p.grad is not None] for source in (*map(_parameters_of, self._models), *groups))
-        self._watched = [(p, p.grad._version) for found in reached for p in (*found[:1], *found[1:][-1:])]
+        """Remember the first and the last parameter with a gradient of each group, and the gradients' versions."""
+        self._watched = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for order in (group["params"], reversed(group["params"])):
+                    for parameter in order:
+                        if parameter.grad is not None:
+                            self._watched.append((parameter, parameter.grad._version))
+                            break
 
     def _vanished(self) -> bool:
         if any(p.grad is None for p, _ in self._watched):
@@ -99,10 +104,6 @@ class Window:
                 f"step(...): after {done} of a window their gradients have vanished, so the update would miss them; step drops "
                 "gradients itself, at the start of a window: remove zero_grad() from the loop. The window has been dropped"
             )
-
-
-def _parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    return model.parameters()
 
 
 def _drop_gradients(module: nn.Module) -> None:
