@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -742,10 +743,15 @@ def test_eight_threads_fold_one_model() -> None:
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=args) for args in zip(inputs, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert wrong == []
     assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
 
