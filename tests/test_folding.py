@@ -28,7 +28,8 @@ from hotloop._modes import submodules
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fold in the first call in which it is possible, however small the feature map."""
-    monkeypatch.setattr(_folded_weights, "_PRICE", -(10**9))
+    monkeypatch.setattr(_folded_weights, "PRICE", -(10**9))
+    monkeypatch.setattr(_folded_weights, "OVERHEAD", 0)
 
 
 @pytest.fixture(scope="module")
@@ -822,15 +823,21 @@ def test_a_layer_that_rounds_too_differently_is_refused(monkeypatch: pytest.Monk
 
 def test_folding_waits_until_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    small, large = torch.randn(1, 3, 8, 8), torch.randn(16, 3, 64, 64)
+    small, large = torch.randn(1, 3, 64, 64), torch.randn(32, 3, 64, 64)
     model = pair(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
     with folding(model):
         assert [norms_run(model, small) for _ in range(30)] == [1] * 30
         norms_run(model, large)
         assert norms_run(model, large) == 0
     with folding(model):
-        medium = torch.randn(3, 3, 64, 64)  # 36864 elements: (100000 + 162) / (36864 - 16000) calls
+        medium = torch.randn(5, 3, 64, 64)  # 122880 elements come out: (100000 + 162) / (122880 - 100000) calls
         assert [norms_run(model, medium) for _ in range(6)] == [1, 1, 1, 1, 0, 0]
+    narrowing = pair(nn.Conv2d(3, 6, 3, stride=4), nn.BatchNorm2d(6))
+    with folding(narrowing):
+        assert [norms_run(narrowing, large) for _ in range(6)] == [1] * 6
+    widening = pair(nn.ConvTranspose2d(3, 6, 3, stride=4), nn.BatchNorm2d(6))
+    with folding(widening):
+        assert [norms_run(widening, small) for _ in range(4)] == [1, 1, 0, 0]
 
 
 def test_decision_without_layers_to_fold() -> None:

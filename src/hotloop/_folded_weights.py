@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# In elements of a feature map, of which a BatchNorm takes some five in a nanosecond: what it takes to fold a pair besides its
-# weights, and what a folded call takes besides the convolution.
-_PRICE, _OVERHEAD = 100_000, 16_000
+# In elements of a feature map, of which a BatchNorm takes some five in a nanosecond: what a folded call takes besides the
+# convolution, so that smaller feature maps are not worth it; and what it takes to fold a pair besides its weights.
+OVERHEAD, PRICE = 100_000, 100_000
 
 _version = attrgetter("_version")
 
@@ -37,17 +37,16 @@ class Fold:
         """Something has changed: fold again, when that pays."""
         self._made: dict[torch.dtype | None, tuple[Tensor, Tensor]] = {}
         self._made_from: tuple[int, int] = (0, 0)
-        self._owed = _PRICE + (self.tensors[0].numel() if self.possible else 0)
+        self._owed: float = PRICE + (self.tensors[0].numel() if self.possible else 0)
 
     def hooked(self) -> bool:
         """Whether anybody has hooks on one of the two layers."""
         return any(vars(module)[name] for module in (self.conv, self.norm) for name in _HOOKS)
 
-    def weights(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The folded weight and bias for a call with `x`; None where they cannot be had, or do not pay yet.
+    def weights(self, x: Tensor, size: float) -> tuple[Tensor, Tensor] | None:
+        """The folded weight and bias for a call with `x`, whose result has `size` elements; None where they do not pay yet.
 
-        To make them takes no longer than the calls up to this one would have saved, so that no evaluation is too short for
-        it; for small feature maps that never comes.
+        To make them takes no longer than the calls up to this one would have saved, so that no evaluation is too short for it.
         """
         if not self.possible:
             return None
@@ -60,7 +59,7 @@ class Fold:
             if (weight._version, weight.data_ptr()) == self._made_from:
                 return made
             self.drop()  # by the forward itself: everything else is looked at before each call of the model
-        self._owed -= max(0, x.numel() - _OVERHEAD)
+        self._owed -= size - OVERHEAD
         if self._owed > 0 or not all(map(is_, self.tensors, (own.get(name) for own, name in self.slots))):
             return None
         self._made_from = (weight._version, weight.data_ptr())

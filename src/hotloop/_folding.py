@@ -10,6 +10,7 @@ Which BatchNorm follows which convolution is seen at the first call; the first f
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop import _folded_weights
 from hotloop._deferred import Deferred, current_call
 from hotloop._detours import Detour, is_compiled
 from hotloop._folded_weights import Fold, Watch
@@ -136,6 +138,7 @@ class Convolution(Detour):
         super().__init__(module)
         _, self._norm_kind, self._dim, self._channels = _KINDS[type(module).forward]
         self._pair, self._folding = pair, folding
+        self._growth = _growth(module, transposed=self._channels == 1)
         self.fold: Fold | None = None
         folding.join(self)
 
@@ -154,13 +157,17 @@ class Convolution(Detour):
         if not self._pair.called:
             return self._watched(*args, **kwargs)
         call = current_call()
-        if call is None or kwargs or len(args) != 1 or torch.is_grad_enabled():
+        if call is None or kwargs or len(args) != 1 or type(args[0]) is not Tensor or torch.is_grad_enabled():
             return self.run(*args, **kwargs)
+        x = args[0]
+        size = x.numel() * self._growth
+        if size <= _folded_weights.OVERHEAD:
+            return self.run(x)
         if call.looked is not self._folding:
             self._folding.look()
             call.looked = self._folding
-        fold, x = self.fold, args[0]
-        weights = fold.weights(x) if fold is not None and self._is_ready(fold, x) else None
+        fold = self.fold
+        weights = fold.weights(x, size) if fold is not None and self._is_ready(fold, x) else None
         if weights is None:
             return self.run(x)
         return Deferred.send(self._convolve(x, weights), Sent(self._pair, self.run, x), call)
@@ -172,11 +179,9 @@ class Convolution(Detour):
             _latest.output, _latest.pair, _latest.norm_kind = weakref.ref(output), self._pair, self._norm_kind
         return output
 
-    def _is_ready(self, fold: Fold, x: Any) -> bool:
+    def _is_ready(self, fold: Fold, x: Tensor) -> bool:
         return (
-            type(x) is Tensor
-            and x.dim() == self._dim
-            and x.numel() > 0
+            x.dim() == self._dim
             and not x.is_inference()  # such tensors count no changes
             and not fold.norm.training
             and not self._pair.refusal
@@ -192,6 +197,13 @@ class Convolution(Detour):
         twin = object.__new__(type(module))
         vars(twin).update(vars(module), _parameters=dict(zip(("weight", "bias"), weights, strict=True)))
         return twin.forward(x)
+
+
+def _growth(convolution: Any, *, transposed: bool) -> float:
+    """The elements of its output over those of its input, edges aside."""
+    steps: int = math.prod(convolution.stride)
+    channels: float = convolution.out_channels / convolution.in_channels
+    return channels * steps if transposed else channels / steps
 
 
 class Norm(Detour):
