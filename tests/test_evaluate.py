@@ -10,12 +10,11 @@ import io
 import json
 import multiprocessing
 import pickle
-import threading
 import types
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop import fast_eval, optimize
+from observing import Operators, in_threads
 
 X, Y = torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 1, 1, 0, 1])
 
@@ -60,16 +59,6 @@ def by_hand(model: nn.Module, x: Tensor = X) -> Tensor:
     twin = copy.deepcopy(getattr(model, "__wrapped__", model)).eval()
     with torch.no_grad():
         return twin(x)
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(op))
-        return op(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -268,22 +257,19 @@ def test_eight_threads_evaluate_one_model() -> None:
     model[2].eval()
     before = flags(model)
     expected = by_hand(model, IMAGES)
-    barrier = threading.Barrier(8)
 
     @fast_eval
     def evaluate(model: nn.Module) -> Any:
         return [model(IMAGES) for _ in range(3)], state(model)
 
-    def work(_: int) -> None:
-        barrier.wait()
-        for _ in range(10):
+    def work() -> None:
+        for _ in range(5):
             outputs, inside = evaluate(model)
             assert inside == (False, False, False)
             for output in outputs:
                 torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
+    in_threads([work] * 8)
     assert flags(model) == before
     assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
 
@@ -529,7 +515,7 @@ def test_a_wrapped_model_keeps_its_precision_and_the_body_its_own() -> None:
         probabilities = output.softmax(1)[:, 0]
         loss = F.binary_cross_entropy(probabilities, torch.ones(5))
         return (
-            operators.seen.count("aten._to_copy.default") > 1,
+            operators.count("_to_copy") > 1,
             (output @ output.T).dtype,
             loss,
             torch.is_autocast_enabled("cpu"),
@@ -549,7 +535,7 @@ def test_weights_are_cast_once_an_evaluation(surrounded: bool) -> None:
         with Operators() as operators:
             for _ in range(calls):
                 model(X)
-        return operators.seen.count("aten._to_copy.default")
+        return operators.count("_to_copy")
 
     with torch.autocast("cpu", torch.bfloat16, enabled=surrounded):
         one, three = evaluate(model, 1), evaluate(model, 3)
@@ -601,7 +587,7 @@ def test_no_casts_stay_in_a_surrounding_region() -> None:
     def casts(run: Callable[[], Any]) -> int:
         with Operators() as operators:
             run()
-        return operators.seen.count("aten._to_copy.default")
+        return operators.count("_to_copy")
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         first = casts(lambda: model(X))
@@ -637,7 +623,7 @@ def test_convolutions_take_up_their_batchnorm() -> None:
         for _ in range(3):
             with Operators() as operators:
                 outputs.append(model(IMAGES))
-            counts.append(sum("batch_norm" in op for op in operators.seen))
+            counts.append(operators.count("batch_norm"))
         return counts, outputs
 
     counts, outputs = evaluate(model)

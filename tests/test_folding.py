@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop import _folded_weights, fast_eval
 from hotloop._deferred import settled
 from hotloop._detours import close_detour, open_detour
 from hotloop._folding import Folding
 from hotloop._modes import submodules
+from observing import Operators, in_threads
 
 
 @pytest.fixture
@@ -54,21 +53,6 @@ def folding(model: nn.Module) -> Iterator[Folding]:
 
 def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return settled(model, args, kwargs)
-
-
-class Operators(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(op))
-        return op(*args, **(kwargs or {}))
-
-    def count(self, name: str) -> int:
-        return sum(name in op for op in self.seen)
 
 
 def norms_run(model: nn.Module, *args: Any) -> int:
@@ -732,28 +716,14 @@ def test_eight_threads_fold_one_model() -> None:
     model = residual()
     inputs = [torch.randn(4, 3, 8, 8) for _ in range(8)]
     expected = [model(x).detach() for x in inputs]
-    wrong: list[Any] = []
 
     def work(x: Tensor, right: Tensor) -> None:
-        try:
-            for _ in range(20):
-                with folding(model):
-                    for _ in range(3):
-                        torch.testing.assert_close(called(model, x), right, rtol=1e-5, atol=1e-5)
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(20):
+            with folding(model):
+                for _ in range(3):
+                    torch.testing.assert_close(called(model, x), right, rtol=1e-5, atol=1e-5)
 
-    threads = [threading.Thread(target=work, args=args) for args in zip(inputs, expected, strict=True)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert wrong == []
+    in_threads(partial(work, *pair) for pair in zip(inputs, expected, strict=True))
     assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
 
 

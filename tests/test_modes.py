@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from hotloop import optimize
 from hotloop._modes import Modes
+from observing import in_threads
 
 
 def net() -> nn.Sequential:
@@ -244,27 +243,13 @@ def test_eight_threads_evaluate_one_model() -> None:
     """F-17: with a bare flag the model ends in eval mode."""
     model = freeze(net(), (2,))
     before = flags(model)
-    wrong = []
-    barrier = threading.Barrier(8)
 
     def work() -> None:
-        barrier.wait()
         for _ in range(100):
             modes = Modes([model])
             modes.switch()
-            if any(flags(model)):
-                wrong.append(flags(model))
+            assert not any(flags(model))
             modes.restore()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert wrong == []
+    in_threads([work] * 8)
     assert flags(model) == before
