@@ -27,15 +27,15 @@ from hotloop._folded_weights import Fold, Watch
 from hotloop._pairs import Pair, Sent, pair_of
 from hotloop._plan import Decision
 
-# The forward of a convolution -> its class, the BatchNorm that may follow, the dimensions of a batch, and the dimension of the
-# weight that holds the output channels.
-_KINDS: dict[Any, tuple[Any, type[nn.Module], int, int]] = {
-    nn.Conv1d.forward: (nn.Conv1d, nn.BatchNorm1d, 3, 0),
-    nn.Conv2d.forward: (nn.Conv2d, nn.BatchNorm2d, 4, 0),
-    nn.Conv3d.forward: (nn.Conv3d, nn.BatchNorm3d, 5, 0),
-    nn.ConvTranspose1d.forward: (nn.ConvTranspose1d, nn.BatchNorm1d, 3, 1),
-    nn.ConvTranspose2d.forward: (nn.ConvTranspose2d, nn.BatchNorm2d, 4, 1),
-    nn.ConvTranspose3d.forward: (nn.ConvTranspose3d, nn.BatchNorm3d, 5, 1),
+# The forward of a convolution -> its class, the dimensions of a batch, and the dimension of the weight that holds the output
+# channels. A BatchNorm takes batches of its own dimensions only, so that any that takes the output is of the right kind.
+_KINDS: dict[Any, tuple[Any, int, int]] = {
+    nn.Conv1d.forward: (nn.Conv1d, 3, 0),
+    nn.Conv2d.forward: (nn.Conv2d, 4, 0),
+    nn.Conv3d.forward: (nn.Conv3d, 5, 0),
+    nn.ConvTranspose1d.forward: (nn.ConvTranspose1d, 3, 1),
+    nn.ConvTranspose2d.forward: (nn.ConvTranspose2d, 4, 1),
+    nn.ConvTranspose3d.forward: (nn.ConvTranspose3d, 5, 1),
 }
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -45,7 +45,6 @@ class _Latest(threading.local):
 
     output: weakref.ref[Tensor] | None = None
     pair: Pair
-    norm_kind: type[nn.Module]
 
 
 _latest = _Latest()
@@ -120,7 +119,7 @@ def _calls_elsewhere(module: nn.Module) -> bool:
 
 def _may_fold(module: Any, pair: Pair, norms: set[int]) -> bool:
     kind: Any = type(module)
-    base, _, _, channels = _KINDS[kind.forward]
+    base, _, channels = _KINDS[kind.forward]
     # A parametrization makes the weight a property of the class; a subclass may convolve in a way of its own.
     if kind.__call__ is not nn.Module.__call__ or hasattr(kind, "weight") or hasattr(kind, "bias"):
         return False
@@ -136,7 +135,7 @@ class Convolution(Detour):
 
     def __init__(self, module: nn.Module, pair: Pair, folding: Folding) -> None:
         super().__init__(module)
-        _, self._norm_kind, self._dim, self._channels = _KINDS[type(module).forward]
+        _, self._dim, self._channels = _KINDS[type(module).forward]
         self._pair, self._folding = pair, folding
         self._growth = _growth(module, transposed=self._channels == 1)
         self.fold: Fold | None = None
@@ -175,8 +174,8 @@ class Convolution(Detour):
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         self._pair.called = True
         output = self.run(*args, **kwargs)
-        if isinstance(output, Tensor):
-            _latest.output, _latest.pair, _latest.norm_kind = weakref.ref(output), self._pair, self._norm_kind
+        if isinstance(output, Tensor) and output.dim() == self._dim:
+            _latest.output, _latest.pair = weakref.ref(output), self._pair
         return output
 
     def _is_ready(self, fold: Fold, x: Tensor) -> bool:
@@ -187,6 +186,7 @@ class Convolution(Detour):
             and not self._pair.refusal
             and not (self._folding.observed and fold.hooked())
             and "forward" not in vars(self.module)
+            and "forward" not in vars(fold.norm)
         )
 
     def _convolve(self, x: Tensor, weights: tuple[Tensor, Tensor]) -> Any:
@@ -223,5 +223,5 @@ class Norm(Detour):
         return self.run(x.plain())
 
     def _watch(self, x: Any) -> None:
-        if _latest.output is not None and _latest.output() is x and isinstance(self.module, _latest.norm_kind):
+        if _latest.output is not None and _latest.output() is x:
             _latest.pair.norm = weakref.ref(self.module)
