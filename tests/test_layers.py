@@ -16,15 +16,17 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_tree _device _median _stepping _reading _modes _window _forms _detours _folded_weights _pairs _decorated _found_models _parts",
+    "_tree _device _processes _exchange _median _stepping _reading _modes _window _forms _detours _folded_weights _pairs _decorated "
+    "_found_models",
     # one duty each, over the parts and the tools
+    "_parts _given",
     "_plan _rebind _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
     # the wrapped model, and what decisions, steps, loaders and reports are made of
-    "_facts _proxy _recovery _state _batch_loss _in_memory _folding _watch _workers _worker_safety _comparison",
+    "_facts _proxy _recovery _state _batch_loss _in_memory _folding _agreement _watch _workers _worker_safety _comparison",
     # the decisions; the loaders
     "transforms.* _validate _progress _loading _data_loader _syncs",
     "transforms _step _loops _model_calls",
-    "_build _evaluation _tune",
+    "_build _distributed_step _evaluation _tune",
     "_optimize _runners",
     "_compare _evaluate",
     "__init__",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hotloop import _plan
+from hotloop import _agreement, _plan
 from hotloop._facts import Facts
 from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
@@ -17,9 +17,14 @@ from hotloop.transforms import TRANSFORMS, placement
 
 
 def build(
-    modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, wishes: dict[str, Any], facts: Facts
+    modules: list[nn.Module],
+    optimizers: list[Optimizer],
+    loss_fn: Any,
+    wishes: dict[str, Any],
+    facts: Facts,
+    settings: dict[str, Any],
 ) -> list[Live]:
-    """Decide, then apply to every module; the first error undoes everything."""
+    """Decide, then apply to every module; the first error undoes everything. Processes must agree on all of it."""
     device, _ = placement.resolve(facts, wishes["device"])
     facts = replace(facts, device=device)
     decisions = []
@@ -28,12 +33,15 @@ def build(
         if name == "precision":
             facts = replace(facts, sixteen_bit=decisions[-1].choice in ("bf16", "fp16"))
     before = [next((t.device for t in (*m.parameters(), *m.buffers())), device) for m in modules]
+    placed = next(d for d in decisions if d.name == "placement")
     jobs = [(module, decisions) for module in modules]
     if isinstance(loss_fn, nn.Module):
-        jobs.append((loss_fn, decisions[:1]))  # a loss function is placed, and nothing else
+        jobs.append((loss_fn, [placed]))  # a loss function is placed, and nothing else
     done: list[Parts] = []
     try:
         done.extend(_plan.apply(chosen, Parts(module, tuple(optimizers))) for module, chosen in jobs)
+        if done[0].world is not None:
+            _agreement.check(modules, optimizers, decisions, settings, device)
     except BaseException:
         for parts, (_, chosen) in zip(done, jobs, strict=False):
             _plan.revert(chosen, parts)
@@ -52,7 +60,7 @@ def build(
     for live, came_from in zip(lives, before, strict=True):
         live.plan, live.recovery = plan, recovery
         live.companions = [module for module, _ in jobs[len(modules) :]]
-        live.moved_from = None if came_from == device or decisions[0].choice == "as it is" else came_from
+        live.moved_from = None if came_from == device or placed.choice == "as it is" else came_from
     return lives
 
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotloop._benchmark_flag import users_value
+from hotloop._given import given
+from hotloop._processes import World
 
 _CONVOLUTIONS = {
     nn.Conv1d: 1,
@@ -57,6 +59,7 @@ class Traits:
     five_dimensional: bool  # some parameter has five dimensions
     lstm: bool
     parameters: int
+    given: str  # what the user has put them under for several processes
     wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
 
 
@@ -88,6 +91,7 @@ class Facts:
     exact: bool = False
     scaler: torch.amp.GradScaler | None = None
     closure: bool = False  # an optimizer that evaluates the loss again, such as LBFGS
+    world: World | None = None  # the processes around this one
 
 
 def machine() -> Machine:
@@ -139,6 +143,7 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
         parameters=total,
+        given=given(modules),
         wide=sum(p.numel() for p in known if _is_wide(p)) / max(total, 1),
     )
 

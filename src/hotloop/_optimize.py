@@ -13,9 +13,13 @@ from typing_extensions import NamedTuple
 from hotloop import _validate
 from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
+from hotloop._distributed_step import DistributedStep
+from hotloop._exchange import Exchange
 from hotloop._facts import Facts, machine, needs_closure, optimizer_traits, traits
+from hotloop._given import Given
 from hotloop._parts import Live
 from hotloop._plan import Plan
+from hotloop._processes import world_around
 from hotloop._proxy import wrap
 from hotloop._step import Step
 from hotloop._tune import Tuner, trials
@@ -61,6 +65,7 @@ def optimize(
     fused: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
+    distributed: bool | Literal["auto"] | None = ...,
     inference: Inference = ...,
     accumulate: int = ...,
     clip_norm: float | None = ...,
@@ -85,6 +90,7 @@ def optimize(
     fused: bool | Literal["auto"] | None = ...,
     cudnn_benchmark: bool | Literal["auto"] | None = ...,
     compile: bool | dict[str, Any] = ...,
+    distributed: bool | Literal["auto"] | None = ...,
     inference: Inference = ...,
     accumulate: int = ...,
     clip_norm: float | None = ...,
@@ -108,6 +114,7 @@ def optimize(
     fused: Any = "auto",
     cudnn_benchmark: Any = "auto",
     compile: bool | dict[str, Any] = False,
+    distributed: Any = "auto",
     inference: str = "no_grad",
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -133,6 +140,8 @@ def optimize(
         fused: fused optimizer kernels, switched on in your own optimizer; "auto": where they pay.
         cudnn_benchmark: "auto" sets the flag for each shape when it is first seen; True and False are obeyed.
         compile: True, or a dict of torch.compile's arguments.
+        distributed: average gradients over the processes that torchrun started ("auto": where there are several). The group is
+            joined unless you have, and closed when the process ends; ranks start with the weights of rank 0. False: train alone.
         inference: what an eval-mode call does with gradients: "no_grad", "inference_mode" or "grad".
         accumulate: micro-batches to an update.
         clip_norm: the largest norm of all gradients together; the norm before clipping is the metric `grad_norm`.
@@ -168,6 +177,7 @@ def optimize(
         "fused": fused,
         "cudnn_benchmark": cudnn_benchmark,
         "compile": compile,
+        "distributed": distributed,
     }
     _validate.inference(inference)
     _validate.flag("exact", exact)
@@ -176,6 +186,7 @@ def optimize(
     if optimizer is None:
         _validate.without_optimizer(
             loss_fn=(loss_fn, None),
+            distributed=(distributed, "auto"),
             fused=(fused, "auto"),
             accumulate=(accumulate, 1),
             clip_norm=(clip_norm, None),
@@ -186,7 +197,8 @@ def optimize(
             keep_output=(keep_output, False),
             tune=(tune, False),
         )
-        lives = build(modules, [], None, wishes, Facts(machine(), traits(modules), exact=exact))
+        facts = Facts(machine(), traits(modules), exact=exact, world=world_around())
+        lives = build(modules, [], None, wishes, facts, {})
         return _wrapped(model, lives, inference, called)
     optimizers = _validate.optimizers(optimizer, modules, loss_fn)
     closure = needs_closure(optimizers[0])
@@ -208,15 +220,27 @@ def optimize(
         exact=exact,
         scaler=scaler,
         closure=closure,
+        world=None if distributed in (False, None) else world_around(),
     )
+    if tune and facts.world is not None and facts.world.size > 1:
+        raise ValueError(
+            "optimize(..., tune=True) in several processes: each would measure other times, and ranks would choose differently; tune "
+            "in one process, and pass what step.plan shows then"
+        )
     candidates = trials(facts, wishes) if tune else {}
     wishes.update({name: plain for name, (_, plain) in candidates.items()})
-    lives = build(modules, optimizers, loss_fn, wishes, facts)
+    agreed = {"accumulate": accumulate, "clip_norm": clip_norm, "scheduler": [type(s).__name__ for s in schedulers]}
+    lives = build(modules, optimizers, loss_fn, wishes, facts, agreed)
     plan: Plan = lives[0].plan
     for decision in remarks(modules, optimizers, loss_fn, schedulers):
         plan.record(decision)
     settings = Settings(loss_fn, accumulate, clip_norm, before_update, metrics, keep_output)
-    step = Step(lives, optimizers, schedulers, settings, plan, closure=closure)
+    if lives[0].parts.world is None:
+        step = Step(lives, optimizers, schedulers, settings, plan, closure=closure)
+    else:
+        trained = [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        exchange = Given(modules, optimizers, lives[0].parts.device) if facts.traits.given else Exchange(trained, optimizers)
+        step = DistributedStep(exchange, lives, optimizers, schedulers, settings, plan, closure=closure)
     if candidates:
         Tuner(step, lives, list(candidates.values()))
     return Optimized(_wrapped(model, lives, inference, called), step)

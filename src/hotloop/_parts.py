@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hotloop._processes import World
+
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
@@ -54,7 +56,7 @@ class Parts:
     precision. `scaler` is disabled unless the precision is float16. Each of `on_inputs` sees the arguments of a call once they
     are on the device, and returns them; `flags` puts back what they set for the whole process. Each of `on_outputs` sees what
     the model returns, and returns it. Each of `on_gradients` looks at the gradients before an update, and may return a decision
-    that it takes back.
+    that it takes back. `world` is this process's place among those that train together; None where it trains alone.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class Parts:
     on_outputs: tuple[Callable[[Any], Any], ...] = ()
     flags: NoFlags = NO_FLAGS
     on_gradients: tuple[Callable[[], Any], ...] = ()
+    world: World | None = None
 
 
 class Live:
@@ -103,7 +106,7 @@ class Live:
     def copy(self, model: nn.Module) -> Live:
         """For a copy of the model: the same settings, its own module, outside of any step and of DDP."""
         made = Live(
-            replace(self.parts, model=model, optimizers=(), forward=None),
+            replace(self.parts, model=model, optimizers=(), forward=None, world=None),
             inference=self.inference,
             exact=self.exact,
             methods=self.methods,

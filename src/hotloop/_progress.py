@@ -75,9 +75,12 @@ class Progress:
 
         Weighted by `weight=` where it was given. Summed on the device; waits for it with one read.
         """
+        return {name: total / weight for name, (total, weight) in self._taken_sums().items() if weight}
+
+    def _taken_sums(self) -> dict[str, list[Any]]:
         sums = self._means.sums()
         self._means = Means()
-        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+        return sums
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model and the optimizer, as plain data and tensors.

@@ -189,13 +189,17 @@ class Step(Progress):
             norm = self._update.finish_gradients()
             if not first:
                 first.append((["loss", *named], snapshot([loss, *named.values()]), output, norm))
-            return loss
+            return self._closure_loss(loss)
 
         self._ledger.before_update()
         self._update.with_closure(closure)
         torch.clear_autocast_cache()
         names, values, output, norm = first[0]
         return self._report(names, values, output, norm, [], weight)
+
+    def _closure_loss(self, loss: Tensor) -> Tensor:
+        """What the optimizer is told of a loss."""
+        return loss
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Add the gradient of a further loss to the open window, as it is; it does not count as a micro-batch.
@@ -224,12 +228,15 @@ class Step(Progress):
         self._window.check()
         if not self._window.is_open:
             return False
-        norm, flags = self._close(self._window.factor(rescale=rescale))
+        self._record(*self._close(self._window.factor(rescale=rescale)))
+        return True
+
+    def _record(self, norm: Tensor | None, flags: list[Any]) -> None:
+        """Count an update that came without a batch."""
         names = [] if norm is None else ["grad_norm"]
         reading = Reading([*([] if norm is None else [norm]), *flags])
         self._ledger.add(reading, len(flags))
         self._means.add(names, reading, 1.0)
-        return True
 
 
 def _wrapped_children(module: nn.Module) -> Iterator[Live]:

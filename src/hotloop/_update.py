@@ -38,6 +38,7 @@ class Update:
         self._before_update = before_update
         self._window = window
         self._on_foreign = on_foreign
+        self.averaged = False  # over several processes: then a step from outside lets their weights drift apart
         self._running = False
         self._stepped: set[int] = set()
         self._applied: list[Any] = []  # weakly, one gradient of each group that has been applied
@@ -124,7 +125,8 @@ class Update:
             self._before_update()
         if self._clip_norm is None:
             return None
-        return torch.nn.utils.clip_grad_norm_(list(self._clipped()), self._clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(list(self._clipped()), self._clip_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded parameters
 
     def _clipped(self) -> Iterator[Tensor]:
         """The models' parameters in their own order, then the optimizers' others: the order of the sum is part of its bits."""
@@ -135,7 +137,7 @@ class Update:
                     seen.add(id(parameter))
                     yield parameter
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: float | Tensor) -> None:
         """Multiply every gradient."""
         with torch.no_grad():
             for parameter in self._clipped():
@@ -157,10 +159,16 @@ class Update:
             self._stepped.add(id(optimizer))
         elif self._window.is_open:
             self._on_foreign("with the gradients of a part of an accumulation window: each call would apply some of them again")
-        elif self._applied:
-            applied = [gradient for reference in self._applied if (gradient := reference()) is not None]
-            if any(p.grad is gradient for p in _parameters(optimizer) for gradient in applied):
-                self._on_foreign("with the gradients that step has applied already: the update is done twice")
+        elif self._has_applied(optimizer):
+            self._on_foreign("with the gradients that step has applied already: the update is done twice")
+        elif self.averaged:
+            self._on_foreign(
+                "with gradients that were not averaged over the processes, so that their weights now differ: write step(loss)"
+            )
+
+    def _has_applied(self, optimizer: Optimizer) -> bool:
+        applied = [gradient for reference in self._applied if (gradient := reference()) is not None]
+        return any(p.grad is gradient for p in _parameters(optimizer) for gradient in applied)
 
 
 def first_not_finite(models: Sequence[nn.Module]) -> str:

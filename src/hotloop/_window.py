@@ -21,6 +21,7 @@ class Window:
         self.extra = False  # a `step.backward` has opened the window
         self.weight = 0.0
         self.reference = 1.0  # weights count relative to the first one, so that token counts do not blow gradients up
+        self.common: float | None = None  # what weights count relative to instead, where several processes have agreed on it
         self._models = models
         self._optimizers = optimizers
         self._watched: list[tuple[Tensor, int]] = []
@@ -56,7 +57,7 @@ class Window:
     def share(self, weight: float) -> float:
         """What the loss of the next micro-batch is multiplied with, besides being divided by the window's size."""
         if self.count == 0 and weight > 0:
-            self.reference = weight
+            self.reference = self.common or weight
         return weight / self.reference
 
     def add(self, weight: float) -> bool:

@@ -12,13 +12,15 @@ from hotloop._device import usable
 from hotloop._facts import Facts
 from hotloop._parts import Parts
 from hotloop._plan import Decision
+from hotloop._processes import World
 from hotloop._rebind import following
 
 Device = torch.device | str | int
 
 
 def decide(facts: Facts, wish: Device) -> Decision:
-    """Where the parameters already are if that is an accelerator; else the accelerator; else the CPU."""
+    """Where the parameters already are if that is an accelerator; else the accelerator (among several processes, that of
+    the rank); else the CPU."""
     device, why = resolve(facts, wish)
     if wish == "auto" and facts.traits.spread:
         why = f"the model is spread over {', '.join(sorted(map(str, facts.traits.devices)))}"
@@ -35,7 +37,20 @@ def resolve(facts: Facts, wish: Device) -> tuple[torch.device, str]:
         return elsewhere[0], "the parameters are there"
     if facts.machine.accelerator is None:
         return torch.device("cpu"), "there is no accelerator"
-    return usable(facts.machine.accelerator, "optimize(...)"), "the accelerator of this machine"
+    if facts.world is None:
+        return usable(facts.machine.accelerator, "optimize(...)"), "the accelerator of this machine"
+    return _of_its_own(facts.machine.accelerator.type, facts.world), "the accelerator of this process, by LOCAL_RANK"
+
+
+def _of_its_own(kind: str, world: World) -> torch.device:
+    """The accelerator of this rank. Where a launcher shows each process a single one, that is it."""
+    count = torch.accelerator.device_count()
+    if world.local_rank >= count > 1:
+        raise ValueError(
+            f"optimize(...) on rank {world.rank}: LOCAL_RANK={world.local_rank}, and this machine has {count} accelerators; start "
+            f"torchrun with --nproc-per-node {count}, or keep this model on the CPU with device='cpu'"
+        )
+    return torch.device(kind, world.local_rank if count > 1 else 0)
 
 
 def _at(device: torch.device, parts: Parts) -> Parts:

@@ -1,0 +1,136 @@
+"""The training step of one process among several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop import _forms as forms
+from hotloop._exchange import HEAD, Exchange
+from hotloop._given import Given
+from hotloop._metrics import Metrics
+from hotloop._processes import everyone, explain_lost
+from hotloop._step import Step
+
+
+class DistributedStep(Step):
+    """A step whose gradients are averaged over all ranks, once an update: two ranks with half a batch each do what one
+    process does with the whole batch.
+
+    Every rank must make the same calls, in the same order; a rank that has no more batches calls `flush()`.
+    """
+
+    def __init__(self, exchange: Exchange | Given, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._exchange = exchange
+        self._update.averaged = True
+        self._switch()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]  # see Step
+    def __call__(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
+        """As `Step.__call__`; `weight` is this micro-batch's weight among those of all ranks."""
+        if weight is not None and self._window.common is None:
+            self._window.common = _agreed(forms.check_weight(weight))
+        try:
+            return super().__call__(*args, weight=weight, **kwargs)
+        finally:
+            self._switch()
+
+    def _switch(self) -> None:
+        # At the end of a call: the forward that comes next may be the user's own.
+        self._exchange.switch(self._window.count == self._window.size - 1)
+
+    def _backward(self, loss: Tensor, weight: float) -> None:
+        window = self._window
+        if not self._closure and window.count < window.size - 1:
+            super()._backward(loss, weight)
+            return
+        try:
+            self._exchange.arm(window_is_open=window.is_open)
+            super()._backward(loss, weight)
+            share = weight / window.reference
+            value = loss.item() if self._closure else 0.0
+            told = self._closure or window.common is not None
+            self._exchange.finish([1.0, 1.0, window.count + 1.0, window.weight + share, value], told=told)
+        except RuntimeError as error:
+            explain_lost(error)
+            raise
+
+    def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
+        if self._window.common is None:
+            return super()._close(factor)
+        return self._close_weighted(self._window.size)
+
+    def _close_weighted(self, size: float | Tensor) -> tuple[Tensor | None, list[Any]]:
+        """Apply the window as the weighted mean over what was in it on all ranks."""
+        weight = self._exchange.average("weight")
+        self._update.rescale(torch.where(weight == 0, 1.0, size / weight))
+        return super()._close(1.0)
+
+    def _closure_loss(self, loss: Tensor) -> Tensor:
+        return self._exchange.average("loss").to(loss.dtype)
+
+    def flush(self, rescale: bool = True) -> bool:
+        """Apply windows that are not full, and tell whether there was one on any rank; waits for all ranks.
+
+        A rank that has no more batches waits here, and takes part in the updates of those that still have some, until all of
+        them are here: ranks may have different numbers of batches. As under torch's `Join` an update is then divided by the
+        number of all ranks; what is left in the end is the mean over what is really in it.
+        """
+        forms.refuse_inference_mode((), {}, "step.flush")
+        self._window.check()
+        if self._closure:
+            return False
+        while True:
+            kept = self._set_aside()
+            window = self._window
+            try:
+                self._exchange.meet([0.0, float(window.is_open), window.count, window.weight, 0.0])
+            except RuntimeError as error:
+                explain_lost(error)
+                raise
+            found = dict(zip(HEAD, self._exchange.head().tolist(), strict=True))
+            if not found["open"]:
+                for parameter, gradient in kept:
+                    parameter.grad = gradient
+                return False
+            if not found["active"]:
+                size = window.size if rescale else self._exchange.average("count")
+                self._record(*self._close_weighted(size))
+                self._switch()
+                return True
+            self._record(*self._close(1.0))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Step.load_state_dict`. Each rank loads its own state; where no window is open, that of any rank will do."""
+        super().load_state_dict(state)
+        self._switch()
+
+    def _set_aside(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The gradients of an update that is done: they can be looked at, and belong to no other one."""
+        if self._window.is_open:
+            return []
+        kept = [(parameter, parameter.grad) for parameter in self._exchange.parameters]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
+
+    def mean(self) -> dict[str, float]:
+        """The mean of every metric since the last call, over the steps of all ranks in which it was present, skipped ones
+        left out; weighted by `weight=` where it was given. Every rank must call it, and gets the same numbers.
+        """
+        totals: dict[str, list[Any]] = {}
+        for sums in everyone(self._taken_sums()):
+            for name, (total, weight) in sums.items():
+                pair = totals.setdefault(name, [0.0, 0.0])
+                pair[0] += total
+                pair[1] += weight
+        return {name: total / weight for name, (total, weight) in totals.items() if weight}
+
+
+def _agreed(weight: float) -> float:
+    """What weights count relative to: one number for all ranks, asked for once, so that gradients do not blow up."""
+    given = [w for w in everyone(weight) if w > 0]
+    return sum(given) / len(given) if given else 1.0

@@ -1,0 +1,127 @@
+"""The processes that train together: who they are, how this one joins and leaves them, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PLACE = ("RANK", "WORLD_SIZE")
+_MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+_START = "start the script with torchrun --nproc-per-node N script.py, or write distributed=False to run it alone"
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all that train together."""
+
+    rank: int
+    size: int
+    local_rank: int  # among those of its machine: the accelerator that is its own
+
+
+def world_around() -> World | None:
+    """The processes around this one: the user's own group, else what torchrun's environment tells; None for a single one.
+
+    Raises ValueError where the environment is half set, since the other processes would wait for this one.
+    """
+    if not dist.is_available():
+        return None
+    if dist.is_initialized():
+        rank, local = dist.get_rank(), os.environ.get("LOCAL_RANK", "")
+        return World(
+            rank, dist.get_world_size(), int(local) if local.isdigit() else rank % max(torch.accelerator.device_count(), 1)
+        )
+    return _from_environment()
+
+
+def _from_environment() -> World | None:
+    given = {name: os.environ[name] for name in (*_PLACE, *_MEETING_POINT, "LOCAL_RANK") if os.environ.get(name)}
+    if not given.keys() & {*_PLACE}:
+        return None
+    if given.get("WORLD_SIZE") == "1" and not given.keys() >= {*_PLACE, *_MEETING_POINT}:
+        return None  # one process needs no meeting point
+    missing = [name for name in (*_PLACE, *_MEETING_POINT) if name not in given]
+    numbers = {name: given[name] for name in (*_PLACE, "LOCAL_RANK") if name in given}
+    if missing:
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"optimize(...): torchrun's environment is half set: {found}, and no {', '.join(missing)}; {_START}")
+    wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdigit()]
+    if wrong or int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
+        shown = ", ".join(wrong) or f"RANK={numbers['RANK']} with WORLD_SIZE={numbers['WORLD_SIZE']}"
+        raise ValueError(f"optimize(...): {shown} is no rank among processes, which are counted from 0; {_START}")
+    return World(int(numbers["RANK"]), int(numbers["WORLD_SIZE"]), int(numbers.get("LOCAL_RANK", 0)))
+
+
+def join(world: World, device: torch.device) -> bool:
+    """Open the process group unless the user has, and tell whether it was opened. It is closed when the process ends.
+
+    NCCL for CUDA, and gloo beside it: what ranks tell each other on the host does not wait for the device.
+    """
+    if dist.is_initialized():
+        return False
+    backends = "gloo"
+    if device.type != "cpu":
+        # NCCL, the kernels and `tensor.cuda()` of user code ask for the current device.
+        torch.accelerator.set_device_index(device.index)
+        backends = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backends, rank=world.rank, world_size=world.size)
+    atexit.register(leave)
+    return True
+
+
+def leave() -> None:
+    """Close the group that `join` opened, if it is still open."""
+    atexit.unregister(leave)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def everyone(value: Any) -> list[Any]:
+    """What each rank gives here, in the order of ranks; waits for all of them."""
+    told: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(told, value)
+    except RuntimeError as error:
+        explain_lost(error)
+        raise
+    return told
+
+
+_LOST = ("Connection", "connection", "Broken pipe", "imed out", "imeout", "gloo", "NCCL", "ocket")
+_PATIENCE = timedelta(seconds=3)
+
+
+def explain_lost(error: RuntimeError) -> None:
+    """Add to an error of the communication which ranks are gone: all that are left fail with it, and say so to each other."""
+    # There is no public way to the group's store, which is where processes meet that can no longer talk directly.
+    store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if not any(sign in str(error) for sign in _LOST) or store_of is None or not dist.is_initialized():
+        return
+    lost = []
+    try:
+        store, own = store_of(), dist.get_rank()
+        store.set(f"hotloop/{own} is left", "")
+        for rank in range(dist.get_world_size()):
+            try:
+                store.wait([f"hotloop/{rank} is left"], _PATIENCE)
+            except dist.DistStoreError:
+                lost.append(rank)
+    except RuntimeError:
+        lost = [0]  # which holds the store
+    names = "rank" + "s" * (len(lost) > 1) + " " + ", ".join(map(str, lost))
+    error.args = (
+        f"{error}\n\nhotloop: {names if lost else 'no rank'} does not answer: it has ended or hangs. Look for the first error in "
+        "its output",
+    )
+
+
+def host() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
