@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hotloop import _forms as forms
 from hotloop._exchange import HEAD, Exchange
-from hotloop._given import Given
+from hotloop._given import Given, given
 from hotloop._metrics import Metrics
 from hotloop._processes import everyone, explain_lost
 from hotloop._step import Step
@@ -128,6 +129,13 @@ class DistributedStep(Step):
                 pair[0] += total
                 pair[1] += weight
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
+
+
+def exchange_of(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, device: torch.device) -> Exchange | Given:
+    """What averages the gradients: the model itself where the user has seen to it, else DDP of our own."""
+    if given(modules):
+        return Given(modules, optimizers, device)
+    return Exchange([*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])], optimizers)
 
 
 def _agreed(weight: float) -> float:

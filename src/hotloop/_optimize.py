@@ -13,10 +13,8 @@ from typing_extensions import NamedTuple
 from hotloop import _validate
 from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
-from hotloop._distributed_step import DistributedStep
-from hotloop._exchange import Exchange
+from hotloop._distributed_step import DistributedStep, exchange_of
 from hotloop._facts import Facts, machine, needs_closure, optimizer_traits, traits
-from hotloop._given import Given
 from hotloop._parts import Live
 from hotloop._plan import Plan
 from hotloop._processes import world_around
@@ -222,11 +220,6 @@ def optimize(
         closure=closure,
         world=None if distributed in (False, None) else world_around(),
     )
-    if tune and facts.world is not None and facts.world.size > 1:
-        raise ValueError(
-            "optimize(..., tune=True) in several processes: each would measure other times, and ranks would choose differently; tune "
-            "in one process, and pass what step.plan shows then"
-        )
     candidates = trials(facts, wishes) if tune else {}
     wishes.update({name: plain for name, (_, plain) in candidates.items()})
     agreed = {"accumulate": accumulate, "clip_norm": clip_norm, "scheduler": [type(s).__name__ for s in schedulers]}
@@ -238,8 +231,7 @@ def optimize(
     if lives[0].parts.world is None:
         step = Step(lives, optimizers, schedulers, settings, plan, closure=closure)
     else:
-        trained = [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-        exchange = Given(modules, optimizers, lives[0].parts.device) if facts.traits.given else Exchange(trained, optimizers)
+        exchange = exchange_of(modules, optimizers, loss_fn, lives[0].parts.device)
         step = DistributedStep(exchange, lives, optimizers, schedulers, settings, plan, closure=closure)
     if candidates:
         Tuner(step, lives, list(candidates.values()))

@@ -31,6 +31,11 @@ clock = time.perf_counter
 
 def trials(facts: Facts, wishes: dict[str, Any]) -> dict[str, tuple[Decision, Any]]:
     """What may be tried, by the name of its wish: where that is "auto", with the wish that holds in its place."""
+    if facts.world is not None and facts.world.size > 1:
+        raise ValueError(
+            "optimize(..., tune=True) in several processes: each would measure other times, and ranks would choose differently; tune "
+            "in one process, and pass what step.plan shows then"
+        )
     facts = replace(facts, device=placement.resolve(facts, wishes["device"])[0])
     if facts.exact:
         return {}
