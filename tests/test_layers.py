@@ -16,11 +16,13 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_tree _device _processes _exchange _median _stepping _reading _modes _window _forms _detours _folded_weights _pairs _decorated "
+    "_tree _device _processes _exchange _median _reading _modes _window _scaling _forms _detours _folded_weights _pairs _decorated "
     "_found_models",
+    # the parts; how an optimizer is handled
+    "_parts _given _rebind",
+    "_stepping",
     # one duty each, over the parts and the tools
-    "_parts _given",
-    "_plan _rebind _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
+    "_plan _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag",
     # the wrapped model, and what decisions, steps, loaders and reports are made of
     "_facts _proxy _recovery _state _batch_loss _in_memory _folding _agreement _watch _workers _worker_safety _comparison",
     # the decisions; the loaders

@@ -6,9 +6,11 @@ import copy
 import io
 import json
 import math
+import operator
 import pickle
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -54,6 +56,21 @@ class TestMetrics:
         value = read(metrics({"hits": 3, "loss": 0.25}))
         assert type(value) is float
         assert value == 0.25
+
+    @pytest.mark.parametrize("left", [0, 1.5, torch.tensor(1.0), np.float64(1)], ids=lambda v: type(v).__name__)
+    @pytest.mark.parametrize("operation", [operator.add, operator.sub, operator.mul, operator.truediv, operator.iadd])
+    def test_arithmetic_says_what_to_write(self, operation, left):
+        for arguments in ((left, metrics()), (metrics(), left)):
+            with pytest.raises(TypeError, match=r"metrics\['loss'\].*float\(metrics\)"):
+                operation(*arguments)
+
+    @pytest.mark.parametrize(
+        "use",
+        [lambda m: m < 0.1, lambda m: m <= 0.1, lambda m: -m, abs, lambda m: round(m, 3), lambda m: m**0.5, lambda m: sum([m])],
+    )
+    def test_other_uses_as_a_number_say_what_to_write(self, use):
+        with pytest.raises(TypeError, match=r"float\(metrics\)"):
+            use(metrics())
 
     @pytest.mark.parametrize("spec", ["", ".3f", "8.1e", "%"])
     def test_format_is_that_of_the_loss(self, spec):

@@ -216,6 +216,53 @@ def test_an_error_that_comes_late(form):
     assert differences([dict(model.named_parameters()), optimizer.state_dict(), torch.get_rng_state()], expected) == []
 
 
+@pytest.mark.parametrize("trouble", ["forward", "backward"])
+@pytest.mark.parametrize("twice", [False, True], ids=["works in float32", "never works"])
+def test_statistics_move_once_where_the_error_comes_late(trouble, twice):
+    """BatchNorm and its count, InstanceNorm, which does not count, a buffer that the failed run has not reached, a constant."""
+
+    class Late(Net):
+        def __init__(self):
+            super().__init__("backward" if trouble == "backward" else None)
+            self.spread = nn.InstanceNorm1d(2, track_running_stats=True)
+            self.seen, self.constant = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(3))
+            self.failing = False
+
+        def forward(self, x):
+            self.trouble = ("backward" if trouble == "backward" else index_add) if self.failing else None
+            self.spread(x.reshape(-1, 2, 2))
+            output = super().forward(x)
+            with torch.no_grad():
+                self.seen += 1
+            if self.failing and twice:
+                raise ValueError("own words")
+            return output
+
+    torch.manual_seed(1)
+    model, step, _ = made(Late())
+    data = batches(4)
+    for x, y in data[:3]:
+        step(x, y)
+    model.failing = True
+    before = copy.deepcopy(dict(model.named_buffers()))
+    batch_mean = model.first(data[3][0]).mean(0).detach()
+    if twice:
+        with pytest.raises(ValueError, match="own words"):
+            step(*data[3])
+        assert precision(step)["choice"] == "bf16"
+    else:
+        step(*data[3])
+        assert precision(step)["choice"] == "fp32"
+    assert model.norm.num_batches_tracked == before["norm.num_batches_tracked"] + 1 == 4
+    assert model.seen == 4
+    assert torch.equal(model.constant, torch.ones(3))
+    # One step of the mean: 0.9 of what it was, and 0.1 of the batch's.
+    expected = 0.9 * before["norm.running_mean"] + 0.1 * batch_mean
+    assert torch.allclose(model.norm.running_mean, expected, atol=0.002 * expected.abs().max())
+    expected = 0.9 * before["spread.running_mean"] + 0.1 * data[3][0].reshape(-1, 2, 2).mean((0, 2))
+    assert torch.allclose(model.spread.running_mean, expected)
+
+
 class Operators(TorchDispatchMode):
     def __init__(self):
         super().__init__()

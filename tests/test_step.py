@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hotloop
 import simgpu
+from observing import in_threads
 from parity.twins import differences, plain_loop, snapshot
 
 # What is compared with runs on the CPU, also where there is an accelerator.
@@ -303,6 +304,40 @@ def test_a_teacher_inside_the_loss_keeps_no_graph():
         step(x, (y, x))
     assert seen == [False, False]
     assert not model(x).requires_grad
+
+
+@pytest.mark.parametrize("form", ["model", "child"])
+def test_a_call_in_another_thread_is_not_inside_of_the_step(form):
+    """One thread trains in eval mode, with frozen statistics; what another one evaluates meanwhile keeps no graph.
+
+    A device's own thread recomputes a checkpoint in its backward: that belongs to the step.
+    """
+    seen = {}
+
+    def loss_fn(output, y):
+        evaluated = model if form == "model" else model[0]
+        seen["inside"] = evaluated(torch.ones(5, 4)).requires_grad
+
+        def evaluate():
+            seen["beside"] = evaluated(torch.ones(5, 4)).requires_grad
+
+        def recompute(gradient):
+            with torch.enable_grad():
+                seen["in a backward beside"] = evaluated(torch.ones(5, 4)).requires_grad
+
+        def backward():
+            x = torch.ones(1, requires_grad=True) * 2
+            x.register_hook(recompute)
+            x.backward()
+
+        in_threads([evaluate, backward])
+        return CE(output, y)
+
+    inner = net() if form == "model" else nn.Sequential(optimize(nn.Linear(4, 3)), nn.Dropout(0.1))
+    model, step, _ = made(inner, loss_fn)
+    model.eval()
+    step(*batches(1)[0])
+    assert seen == {"inside": True, "beside": False, "in a backward beside": True}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

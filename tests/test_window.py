@@ -487,6 +487,40 @@ def test_gradients_that_are_changed_in_place_are_no_alarm():
     assert step(*second).updated
 
 
+@pytest.mark.parametrize("following", NEXT)
+def test_a_stray_zero_grad_before_another_backward_is_told(following):
+    """Gradients are there, but not those of the window. Others may be meant, so it warns, and once."""
+    model, step = made(accumulate=3)
+    optimizer = step._optimizers[0]
+    first, second, third = batches(4, 4, 4)
+    step(*first)
+    optimizer.zero_grad()
+    MSE(model(second[0]), second[1]).backward()
+    with pytest.warns(RuntimeWarning, match=r"all gradients have been replaced.*zero_grad\(\).*step\.backward") as caught:
+        NEXT[following](model, step, *third)
+    assert caught[0].filename == __file__
+    optimizer.zero_grad()
+    MSE(model(second[0]), second[1]).backward()
+    step(*third)  # it does not warn again: pytest makes a warning an error
+
+
+@pytest.mark.parametrize("further", ["backward", "one gradient", "between windows"])
+def test_what_leaves_gradients_of_the_window_is_no_alarm(further):
+    model, step = made(accumulate=2)
+    first, second = batches(4, 4)
+    step(*first)
+    if further == "backward":
+        MSE(model(second[0]), second[1]).backward()
+    elif further == "one gradient":
+        model[0].weight.grad = model[0].weight.grad * 0.5
+    else:
+        step(*first)
+        model.zero_grad()
+        MSE(model(second[0]), second[1]).backward()
+    step(*second)
+    step.flush()
+
+
 def test_a_stray_zero_grad_after_a_further_loss_raises():
     model, step = made()
     ((x, y),) = batches(4)

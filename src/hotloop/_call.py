@@ -37,7 +37,7 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
     try:
         if not moved:
             args, kwargs = move_call(args, kwargs, parts.device)
-        if live.in_step or parts.model.training:
+        if parts.model.training or live.is_stepping():
             # The flags that this sets stay set for the backward, which reads them; the step restores them.
             for look in parts.on_inputs:
                 args, kwargs = look(args, kwargs)
@@ -113,7 +113,7 @@ def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, An
     parts = live.parts
     args, kwargs = _traced_map(lambda t: t.to(parts.device), (args, kwargs))
     finish = as_float32 if _casts(live, parts) else _as_it_is
-    keeps = live.in_step or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
+    keeps = live.in_step != 0 or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
     if keeps or any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
         with parts.autocast():
             return _traced_map(finish, run(*args, **kwargs))

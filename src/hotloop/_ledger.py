@@ -100,6 +100,15 @@ class Ledger:
         """Warn, once, of an `optimizer.step()` from outside."""
         self._warn("optimizer", f"optimizer.step() was called after step(...) {what}; remove the call from the loop")
 
+    def replaced_gradients(self) -> None:
+        """Warn, once, of gradients that are other tensors than those of the open window."""
+        self._warn(
+            "gradients",
+            "inside of an accumulation window all gradients have been replaced: after zero_grad() and another backward the update "
+            "would miss the micro-batches before; remove zero_grad() from the loop, give further losses to step.backward(loss), and "
+            "change gradients in before_update=",
+        )
+
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -83,6 +83,18 @@ class Metrics(Mapping[str, float]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+    if not TYPE_CHECKING:  # a checker refuses these by itself
+
+        def _is_no_number(self, *_: object) -> NoReturn:
+            raise TypeError(
+                "arithmetic on what step returned: it is a mapping of numbers; write metrics['loss'] for the number, or "
+                "float(metrics), as in `total += float(metrics)`"
+            )
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_number
+        __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __round__ = __pow__ = __rpow__ = _is_no_number
+        __array_ufunc__ = None  # NumPy's numbers leave it to these
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = list(self._reading.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class NoFlags:
 
 
 NO_FLAGS = NoFlags()
+# The backward pass that runs in this thread, -1 if none does. There is no public question for it.
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 OnInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -76,7 +79,8 @@ class Live:
     """The parts that hold now, shared by a wrapped model and its step.
 
     Parts are frozen; what changes at run time (a move to another device, a choice taken back) swaps the whole record here,
-    so that a call reads one consistent set. `in_step` is True while a step runs: calls then keep their gradients.
+    so that a call reads one consistent set. `in_step` is the thread that runs a step, 0 outside of one: its calls keep their
+    gradients, also in eval mode.
     """
 
     __slots__ = (
@@ -97,11 +101,15 @@ class Live:
         self.inference = inference
         self.exact = exact
         self.methods = methods
-        self.in_step = False
+        self.in_step = 0
         self.moved_from: torch.device | None = None  # where `optimize` found the model, if it moved it
         self.companions: list[nn.Module] = []  # what was placed with the model and moves with it: a loss function
         self.plan: Any = None
         self.recovery: Any = None  # runs a call again without an automatic choice that it fails under
+
+    def is_stepping(self) -> bool:
+        """Whether a call made now is part of a step: in its thread, or in one of autograd's, which recomputes a checkpoint."""
+        return self.in_step != 0 and (self.in_step == get_ident() or _graph_task() != -1)
 
     def copy(self, model: nn.Module) -> Live:
         """For a copy of the model: the same settings, its own module, outside of any step and of DDP."""

@@ -15,12 +15,15 @@ from hotloop._ledger import Ledger
 from hotloop._metrics import Means
 from hotloop._parts import Live
 from hotloop._plan import Plan
+from hotloop._scaling import Scaling
 from hotloop._update import first_not_finite
 from hotloop._window import Window
 
 
 class Progress:
     """The open window, the outcome of the updates, the means: counted, read late, saved and restored."""
+
+    _scaling: Scaling  # made with the update, which knows the gradients
 
     def __init__(
         self,
@@ -39,8 +42,8 @@ class Progress:
         self._schedulers = tuple(schedulers)
         self._models = [live.parts.model for live in lives]
         trained = [*self._models, loss_fn] if isinstance(loss_fn, nn.Module) else self._models
-        self._window = Window(window, trained, optimizers)
         self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, self._models))
+        self._window = Window(window, trained, optimizers, on_replaced=self._ledger.replaced_gradients)
         self._means = Means()
 
     def __reduce__(self) -> Any:
@@ -89,11 +92,14 @@ class Progress:
         open window with its gradients by parameter name) and `mean`. It loads with `torch.load(..., weights_only=True)`.
         Waits for the device.
         """
+        if self._window.is_open:
+            self._scaling.catch_up(self.scaler)  # what is saved fits the scale that is saved
         return _state.of(self._memory())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Everything is checked first: a state that does not fit raises and changes nothing."""
         _state.load(self._memory(), state)
+        self._scaling.remember(self.scaler)
 
     def _memory(self) -> _state.Memory:
         held = (self.scaler, self._window, self._ledger, self._means)

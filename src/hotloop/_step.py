@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hotloop._parts import Live, live_of
 from hotloop._plan import Plan
 from hotloop._progress import Progress
 from hotloop._reading import Reading, snapshot
+from hotloop._scaling import Scaling
 from hotloop._update import Update
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -49,7 +51,6 @@ class Step(Progress):
         # The wrapped models that a model is made of are inside its step as well.
         self._inside = [*self._lives, *(live for model in self._models for live in _wrapped_children(model))]
         self._closure = closure
-        self._scaled_by = self.scaler
         self._update = Update(
             self._models,
             self._optimizers,
@@ -58,6 +59,7 @@ class Step(Progress):
             window=self._window,
             on_foreign=self._ledger.foreign_update,
         )
+        self._scaling = Scaling(self._update.rescale)
 
     # Inside a compiled function of the user's, dynamo would trace into the step and compile the optimizer in its own way. (The
     # public torch.compiler.disable is the same, but imports dynamo at once.)
@@ -75,9 +77,9 @@ class Step(Progress):
             forms.refuse_inference_mode(args, kwargs)
         if self._window.is_open:
             self._window.check()
-        enabled, was_in_step = torch.is_grad_enabled(), self._live.in_step
+        enabled, was_in_step, thread = torch.is_grad_enabled(), self._live.in_step, get_ident()
         for live in self._inside:
-            live.in_step = True
+            live.in_step = thread
         try:
             if not enabled:
                 torch.set_grad_enabled(True)
@@ -103,7 +105,11 @@ class Step(Progress):
         else:
             loss, named, output = self._live.recovery.attempt(self._live, partial(self._micro_batch, args, kwargs, weight))
         names, values = ["loss", *named], snapshot([loss, *named.values()])
-        norm, flags = self._close(self._window.factor()) if self._window.add(weight) else (None, None)
+        norm = flags = None
+        if self._window.add(weight):
+            norm, flags = self._close(self._window.factor())
+        else:
+            self._scaling.remember(self.scaler)
         return self._report(names, values, output, norm, flags, weight)
 
     def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> tuple[Tensor, forms.Named, Any]:
@@ -124,22 +130,16 @@ class Step(Progress):
         self._run_backward(loss)
 
     def _run_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        scaler = self._live.parts.scaler
+        if self._window.is_open:
+            self._scaling.catch_up(scaler)
         try:
-            torch.autograd.backward(self._scaler_in_window().scale(loss), retain_graph=retain_graph)
+            torch.autograd.backward(scaler.scale(loss), retain_graph=retain_graph)
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):
                 forms.explain_backward(error)
             raise
-
-    def _scaler_in_window(self) -> torch.amp.GradScaler:
-        """The scaler of now. If float16 was taken back in the middle of a window, what is in it is unscaled first."""
-        scaler = self._live.parts.scaler
-        if scaler is not self._scaled_by:
-            if self._window.is_open:
-                self._update.rescale(1 / self._scaled_by.get_scale())
-            self._scaled_by = scaler
-        return scaler
 
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
         """Apply the window."""
@@ -148,7 +148,7 @@ class Step(Progress):
             for look in self._live.parts.on_gradients:
                 if (changed := look()) is not None:
                     self.plan.record(changed)
-            norm, flags = self._update(factor, self._scaler_in_window())
+            norm, flags = self._update(factor, self._live.parts.scaler)
         except BaseException:
             self._window.drop()
             raise
@@ -217,6 +217,7 @@ class Step(Progress):
             self._run_backward(loss, retain_graph)
         self._window.extra = True
         self._window.watch()
+        self._scaling.remember(self.scaler)
 
     def flush(self, rescale: bool = True) -> bool:
         """Apply a window that is not full, and tell whether there was one.
@@ -228,6 +229,7 @@ class Step(Progress):
         self._window.check()
         if not self._window.is_open:
             return False
+        self._scaling.catch_up(self.scaler)
         self._record(*self._close(self._window.factor(rescale=rescale)))
         return True
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotloop._stepping import issue, prepare
+from hotloop._stepping import Preparation, issue
 from hotloop._window import Window
 
 
@@ -34,6 +34,7 @@ class Update:
     ) -> None:
         self._models = models
         self._optimizers = optimizers
+        self._prepare = [Preparation(optimizer) for optimizer in optimizers]
         self._clip_norm = clip_norm
         self._before_update = before_update
         self._window = window
@@ -62,8 +63,8 @@ class Update:
         try:
             if not scaler.is_enabled():
                 norm = self.finish_gradients()
-                for optimizer in self._optimizers:
-                    prepare(optimizer, scaled=False)
+                for optimizer, prepare in zip(self._optimizers, self._prepare, strict=True):
+                    prepare(scaled=False)
                     issue(optimizer)
                 return norm, []
             return self._scaled(scaler)
@@ -91,9 +92,9 @@ class Update:
             norm = self.finish_gradients()
             if self._clip_norm is not None and len(reached) > 1:
                 _share_overflow(scaler, reached)
-            for optimizer in self._optimizers:
+            for optimizer, prepare in zip(self._optimizers, self._prepare, strict=True):
                 if optimizer in reached:
-                    prepare(optimizer, scaled=True)
+                    prepare(scaled=True)
                     scaler.step(optimizer)
                     flags[optimizer] = self._flag(scaler, optimizer)
                 else:
@@ -138,7 +139,7 @@ class Update:
                     yield parameter
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient. A factor that is a tensor has one element."""
         with torch.no_grad():
             for parameter in self._clipped():
                 if parameter.grad is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,7 +16,13 @@ class Window:
     the gradients with at the end, when the window was cut short or its micro-batches were weighted.
     """
 
-    def __init__(self, size: int, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        size: int,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        on_replaced: Callable[[], None] = lambda: None,
+    ) -> None:
         self.size = size
         self.count = 0
         self.extra = False  # a `step.backward` has opened the window
@@ -24,7 +31,8 @@ class Window:
         self.common: float | None = None  # what weights count relative to instead, where several processes have agreed on it
         self._models = models
         self._optimizers = optimizers
-        self._watched: list[tuple[Tensor, int]] = []
+        self._on_replaced = on_replaced
+        self._watched: list[tuple[Tensor, int, weakref.ref[Tensor]]] = []
 
     @property
     def is_open(self) -> bool:
@@ -79,32 +87,36 @@ class Window:
         return (self.size if rescale else self.count) / self.weight
 
     def watch(self) -> None:
-        """Remember the first and the last parameter with a gradient of each group, and the gradients' versions."""
+        """Remember the first and the last parameter with a gradient of each group, the gradients, weakly, and their versions."""
         self._watched = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for order in (group["params"], reversed(group["params"])):
                     for parameter in order:
                         if parameter.grad is not None:
-                            self._watched.append((parameter, parameter.grad._version))
+                            self._watched.append((parameter, parameter.grad._version, weakref.ref(parameter.grad)))
                             break
 
     def _vanished(self) -> bool:
-        if any(p.grad is None for p, _ in self._watched):
+        if any(p.grad is None for p, _, _ in self._watched):
             return True
         # `zero_grad(set_to_none=False)` writes to all of them; only gradients that somebody has written to are worth a read.
-        written = all(p.grad is not None and p.grad._version != version for p, version in self._watched)
-        return bool(self._watched) and written and not any(p.grad is not None and p.grad.any() for p, _ in self._watched)
+        written = all(p.grad is not None and p.grad._version != version for p, version, _ in self._watched)
+        return bool(self._watched) and written and not any(p.grad is not None and p.grad.any() for p, _, _ in self._watched)
 
     def check(self) -> None:
-        """Raise if a gradient of the open window has vanished since the last call."""
-        if self.is_open and self._vanished():
+        """Raise if a gradient of the open window has vanished since the last call; tell if all have been replaced by others."""
+        if not self.is_open:
+            return
+        if self._vanished():
             done = f"{self.count} of {self.size} micro-batches"
             self.drop()
             raise RuntimeError(
                 f"step(...): after {done} of a window their gradients have vanished, so the update would miss them; step drops "
                 "gradients itself, at the start of a window: remove zero_grad() from the loop. The window has been dropped"
             )
+        if self._watched and all(p.grad is not gradient() for p, _, gradient in self._watched):
+            self._on_replaced()
 
 
 def _drop_gradients(module: nn.Module) -> None:

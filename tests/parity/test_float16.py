@@ -328,3 +328,50 @@ def test_an_exception_at_the_end_of_a_window(fused, hook):
     optimizer = AdamW(twin.parameters(), fused=fused)
     by_hand(twin, [optimizer], [StepLR(optimizer, 1)], [batch], scaler(), before_update=lambda: None)
     assert differences(net.state_dict(), twin.state_dict()) == []
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("change", ["another step", "another step overflows", "by hand", "saved and loaded"])
+def test_a_scale_that_changes_inside_an_open_window(change, fused):
+    """One scaler for two steps: where the other one's update moves the scale, the micro-batches before count as they should."""
+    shared = scaler(16.0, growth_interval=1)
+
+    def build_two():
+        torch.manual_seed(1)
+        nets = [nn.Linear(6, 3), nn.Linear(6, 3)]
+        optimizers = [AdamW(n.parameters(), lr=0.01, fused=fused) for n in nets]
+        return nets, optimizers
+
+    (first, second), optimizers = build_two()
+    step = optimize(first, optimizers[0], nn.CrossEntropyLoss(), scaler=shared, accumulate=3).step
+    other = optimize(second, optimizers[1], nn.CrossEntropyLoss(), scaler=shared, accumulate=2).step
+    batches = [(x, y[0]) for x, y in data(9)]
+    expected = twin_of_first(fused, batches)
+    for i, (x, y) in enumerate(batches):
+        step(x, y)
+        if i % 3 == 2:
+            continue
+        if change == "by hand":
+            shared.update(32.0 if i % 2 else 8.0)
+            continue
+        for x, y in data(1, overflow=[0] * (change == "another step overflows" and i % 2)):
+            for _ in range(2):
+                other(x, y[0])
+        if change == "saved and loaded":
+            step.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert step.updates == 3
+    assert change == "by hand" or other.updates == 6
+    for p, q in zip(first.parameters(), expected, strict=True):
+        torch.testing.assert_close(p, q, atol=2e-5, rtol=2e-4)
+
+
+def twin_of_first(fused, batches):
+    """The same with a scaler of its own, whose scale stays."""
+    torch.manual_seed(1)
+    net = nn.Linear(6, 3)
+    step = optimize(
+        net, AdamW(net.parameters(), lr=0.01, fused=fused), nn.CrossEntropyLoss(), scaler=scaler(16.0), accumulate=3
+    ).step
+    for x, y in batches:
+        step(x, y)
+    return list(net.parameters())

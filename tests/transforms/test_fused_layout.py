@@ -49,16 +49,30 @@ def convert(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)
 
 
-def assert_as_plain(make, *, between=None, before_update=None) -> None:
-    """The same weights as the plain loop with the plain optimizer. `between` is called on both models after two steps."""
+def assign(model: nn.Module) -> None:
+    """As code does that loads or averages weights by hand."""
+    model.conv.weight.data = model.conv.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def back(model: nn.Module) -> None:
+    model.to(memory_format=torch.contiguous_format)
+
+
+def assert_as_plain(make, *, between=None, before_update=None, start=lambda model: model, inner=False) -> None:
+    """The same weights as the plain loop with the plain optimizer.
+
+    `between` is called on both models after two steps: on the wrapped one, or on the plain module in it (`inner`).
+    """
     raw, plain = Net(), Net()
+    start(raw)
+    start(plain)
     ours, theirs = make(raw.parameters()), make(plain.parameters())
     hook = None if before_update is None else lambda: before_update(raw)
     model, step = optimize(raw, ours, nn.functional.mse_loss, before_update=hook, precision="fp32")
     assert step.plan["fused_optimizer"].choice == "on"
     for i, (x, y) in enumerate(batches(4)):
         if between is not None and i == 2:
-            between(model)
+            between(raw if inner else model)
             between(plain)
         step(x, y)
         theirs.zero_grad()
@@ -77,6 +91,13 @@ def test_gradients_that_user_code_lays_out_otherwise(make):
 def test_a_model_that_changes_its_layout_after_some_steps(make):
     """The optimizer's state follows."""
     assert_as_plain(make, between=convert)
+
+
+@each
+@pytest.mark.parametrize(("start", "between"), [(back, convert), (back, assign), (convert, back)])
+def test_the_plain_module_changes_its_layout_after_some_steps(make, start, between):
+    """Nobody tells the step: it sees the strides."""
+    assert_as_plain(make, start=start, between=between, inner=True)
 
 
 @each
