@@ -84,6 +84,8 @@ class DistributedStep(Step):
         self._window.check()
         if self._closure:
             return False
+        if self._window.is_open:
+            self._scaling.catch_up(self.scaler)
         while True:
             kept = self._set_aside()
             window = self._window

@@ -152,8 +152,9 @@ class Step(Progress):
         except BaseException:
             self._window.drop()
             raise
+        finally:
+            torch.clear_autocast_cache()  # a surrounding autocast region would go on with casts of the old weights
         self._window.close()
-        torch.clear_autocast_cache()  # a surrounding autocast region would go on with casts of the old weights
         return norm, flags
 
     def _report(
@@ -192,8 +193,10 @@ class Step(Progress):
             return self._closure_loss(loss)
 
         self._ledger.before_update()
-        self._update.with_closure(closure)
-        torch.clear_autocast_cache()
+        try:
+            self._update.with_closure(closure)
+        finally:
+            torch.clear_autocast_cache()
         names, values, output, norm = first[0]
         return self._report(names, values, output, norm, [], weight)
 
@@ -235,10 +238,7 @@ class Step(Progress):
 
     def _record(self, norm: Tensor | None, flags: list[Any]) -> None:
         """Count an update that came without a batch."""
-        names = [] if norm is None else ["grad_norm"]
-        reading = Reading([*([] if norm is None else [norm]), *flags])
-        self._ledger.add(reading, len(flags))
-        self._means.add(names, reading, 1.0)
+        self._report([], [], (), norm, flags, 1.0)
 
 
 def _wrapped_children(module: nn.Module) -> Iterator[Live]:
