@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint format types cover soak bench gpu clean
+.PHONY: help demo test lint format types cover soak bench gpu docs dist clean
 
 help:                       ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
@@ -16,6 +16,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) --editable ".[bench]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) --editable ".[docs]"
 	touch $@
 
 demo: $(VENV)/.dev          ## train on handwritten digits, plain and wrapped, side by side; writes demo.png
@@ -55,5 +59,13 @@ gpu:                        ## tests and benchmarks that need CUDA, with the ins
 	for name in shapes reading ablation; do $(GPU_PYTHON) -m benchmarks.$$name || exit 1; done
 	$(GPU_PYTHON) -m benchmarks.report --tables
 
+docs: $(VENV)/.docs         ## the documentation, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(VENV)/.dev          ## wheel and source distribution, into dist/
+	$(PIP) build hatchling
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 clean:                      ## remove what was built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage demo.png
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage demo.png

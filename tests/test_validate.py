@@ -88,7 +88,7 @@ CALLS = {
     "a parameter for a model": (
         lambda k: [nn.Parameter(torch.ones(1)), k.optimizer], TypeError, r"bare parameter needs no wrap.*optimizer",
     ),
-    "a tensor for a model": (lambda k: [torch.ones(1), k.optimizer], TypeError, r"must be a torch\.nn\.Module"),
+    "a tensor for a model": (lambda k: [torch.ones(1), k.optimizer], TypeError, r"a bare parameter needs no wrap; optimize the module"),
     "no model": (lambda k: [[], k.optimizer], ValueError, r"optimize\(\[\].*no model.*pass"),
     "a number among models": (lambda k: [[k.net, 3], k.optimizer], TypeError, r"<int>.*torch\.nn\.Module"),
     "a model twice": (lambda k: [[k.net, k.net], k.optimizer], ValueError, r"twice.*once"),

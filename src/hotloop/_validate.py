@@ -25,10 +25,10 @@ def models(given: Any) -> list[nn.Module]:
             raise TypeError(
                 f"optimize({model.__name__}, ...): this is a class; pass a module: optimize({model.__name__}(...), ...)"
             )
-        if isinstance(model, nn.Parameter):
+        if isinstance(model, torch.Tensor):
             raise TypeError(
-                "optimize(<Parameter>, ...): a bare parameter needs no wrap; optimize the module, and keep the parameter in the "
-                "optimizer"
+                f"optimize({_kind(model)}, ...): a bare parameter needs no wrap; optimize the module, and keep the parameter in "
+                "the optimizer"
             )
         if not isinstance(model, nn.Module):
             raise TypeError(f"optimize({_kind(model)}, ...): the model must be a torch.nn.Module, or a list of modules")
