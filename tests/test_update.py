@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from functools import partial
 
@@ -623,3 +624,33 @@ def test_an_error_at_the_end_of_a_window(stage, precision):
     assert [step(x, y).updated for x, y in data[4:]] == [False, True, False]
     assert step.updates == 2 + happened
     assert step.scale == (65536.0 if precision == "fp16" else 1.0)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, Adagrad])
+def test_a_step_that_user_code_has_put_around_torchs_is_called(kind, monkeypatch):
+    """A profiler or an experiment tracker wraps `Adam.step` for every instance, and keeps its attributes as it should."""
+    calls = []
+    model = net()
+    step = optimize(model, kind(model.parameters(), lr=0.1), MSE).step
+    step(*batches(1)[0])  # by now torch has put its own wrapper there
+    original = kind.step
+
+    @functools.wraps(original)
+    def counted(self, closure=None):
+        calls.append(self)
+        return original(self, closure)
+
+    monkeypatch.setattr(kind, "step", counted)
+    for x, y in batches(2):
+        step(x, y)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, Adagrad])
+def test_an_optimizer_that_is_differentiated_through_keeps_its_gradients_on(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1, differentiable=True)
+    # In place on leaves that require grad, such an update raises: torch's own loop does as well.
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        optimize(model, optimizer, MSE).step(*batches(1)[0])
+    assert torch.is_grad_enabled()

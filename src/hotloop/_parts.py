@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -128,3 +128,13 @@ def live_of(model: Any) -> Live | None:
     """The live parts of a wrapped model, or None for anything else."""
     live = getattr(model, "_self_live", None)
     return live if isinstance(live, Live) else None
+
+
+def lives_within(module: nn.Module) -> Iterator[Live]:
+    """The live parts of the wrapped models that a module is made of."""
+    for child in module._modules.values():  # `modules()` would pass by the wrappers
+        if child is not None:
+            live = live_of(child)
+            if live is not None:
+                yield live
+            yield from lives_within(child)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hotloop import _forms as forms
+from hotloop._backward import backward
 from hotloop._batch_loss import BatchLoss, Settings
 from hotloop._metrics import Metrics
-from hotloop._parts import Live, live_of
+from hotloop._parts import Live, lives_within
 from hotloop._plan import Plan
 from hotloop._progress import Progress
 from hotloop._reading import Reading, snapshot
 from hotloop._scaling import Scaling
 from hotloop._update import Update
 
+# Whether dynamo looks at the frames of this thread; nothing public tells. A torch without it: as if it did.
+_dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -49,7 +52,7 @@ class Step(Progress):
         super().__init__(lives, optimizers, schedulers, plan, window=settings.accumulate, loss_fn=settings.loss_fn)
         self._batch_loss = BatchLoss(self._lives, settings)
         # The wrapped models that a model is made of are inside its step as well.
-        self._inside = [*self._lives, *(live for model in self._models for live in _wrapped_children(model))]
+        self._inside = [*self._lives, *(live for model in self._models for live in lives_within(model))]
         self._closure = closure
         self._update = Update(
             self._models,
@@ -61,9 +64,6 @@ class Step(Progress):
         )
         self._scaling = Scaling(self._update.rescale)
 
-    # Inside a compiled function of the user's, dynamo would trace into the step and compile the optimizer in its own way. (The
-    # public torch.compiler.disable is the same, but imports dynamo at once.)
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
     def __call__(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
         """Train on one batch, or on one loss; returns its metrics, which are read when they are looked at.
 
@@ -72,6 +72,13 @@ class Step(Progress):
         keyword arguments are then further metrics. `weight` is this micro-batch's weight in its window, such as its number of
         samples or tokens.
         """
+        # In a compiled function of the user's, dynamo would trace into the step and compile the optimizer in its own way. To
+        # keep it out costs 3 microseconds, since every frame then goes through its hook: only where it is at work.
+        if torch.compiler.is_compiling() or _dynamo_callback() is not None:
+            return self._apart(args, kwargs, weight)
+        return self._guarded(args, kwargs, weight)
+
+    def _guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float | None) -> Metrics:
         share = 1.0 if weight is None else forms.check_weight(weight)
         if torch.is_inference_mode_enabled():
             forms.refuse_inference_mode(args, kwargs)
@@ -90,6 +97,9 @@ class Step(Progress):
                 live.parts.flags.restore()
             if not enabled:
                 torch.set_grad_enabled(False)
+
+    # As torch.compiler.disable, without importing dynamo at once.
+    _apart = torch._disable_dynamo(_guarded)  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:
         if self._closure:
@@ -134,7 +144,7 @@ class Step(Progress):
         if self._window.is_open:
             self._scaling.catch_up(scaler)
         try:
-            torch.autograd.backward(scaler.scale(loss), retain_graph=retain_graph)
+            backward(scaler.scale(loss), retain_graph)
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):
@@ -239,12 +249,3 @@ class Step(Progress):
     def _record(self, norm: Tensor | None, flags: list[Any]) -> None:
         """Count an update that came without a batch."""
         self._report([], [], (), norm, flags, 1.0)
-
-
-def _wrapped_children(module: nn.Module) -> Iterator[Live]:
-    for child in module._modules.values():  # `modules()` would pass by the wrappers
-        if child is not None:
-            live = live_of(child)
-            if live is not None:
-                yield live
-            yield from _wrapped_children(child)
