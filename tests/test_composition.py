@@ -260,6 +260,30 @@ def test_a_compiled_model_is_wrapped(compiled):
     assert not raw.training
 
 
+def test_a_step_inside_a_compiled_function_is_left_alone():
+    """dynamo compiles what is around it, and neither the loss nor the optimizer's own code."""
+    frames = torch._dynamo.testing.CompileCounter()
+    seen = []
+
+    def loss_fn(output, target):
+        seen.append((torch.compiler.is_compiling(), torch._C._dynamo.eval_frame.get_eval_frame_callback()))
+        return F.cross_entropy(output, target)
+
+    raw, twin = normed(), normed()
+    twin.load_state_dict(raw.state_dict())
+    _, step = training(raw, loss_fn, exact=True)
+    _, plain = training(twin, exact=True)
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: step(x * 2, Y)["loss"], backend=frames)
+    try:
+        losses = [run(X) for _ in range(3)]
+    finally:
+        torch._dynamo.reset()
+    assert losses == [plain(X * 2, Y)["loss"] for _ in range(3)]
+    assert seen == [(False, None)] * 3
+    assert frames.frame_count == 1
+
+
 def test_compiled_and_trained_by_steps(compiled):
     raw = normed()
     model, step = training(raw, precision="bf16")
