@@ -43,7 +43,7 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
                 args, kwargs = look(args, kwargs)
             if parts.autocast.dtype is None:
                 return _finished(run(*args, **kwargs), live, parts, detach=False)
-            with parts.autocast():
+            with parts.autocast(*args, **kwargs):
                 output = run(*args, **kwargs)
             return _finished(output, live, parts, detach=False)
         return _call_in_eval(run, live, parts, args, kwargs)
@@ -57,7 +57,7 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
     try:
         for look in parts.on_inputs:
             args, kwargs = look(args, kwargs)
-        with _gradients(live, parts, args, kwargs), parts.autocast():
+        with _gradients(live, parts, args, kwargs), parts.autocast(*args, **kwargs):
             output = run(*args, **kwargs)
             return _finished(output, live, parts, detach=not torch.is_grad_enabled())
     finally:
@@ -115,9 +115,9 @@ def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, An
     finish = as_float32 if _casts(live, parts) else _as_it_is
     keeps = live.in_step != 0 or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
     if keeps or any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
-        with parts.autocast():
+        with parts.autocast(*args, **kwargs):
             return _traced_map(finish, run(*args, **kwargs))
-    with torch.no_grad(), parts.autocast():
+    with torch.no_grad(), parts.autocast(*args, **kwargs):
         return _traced_map(finish, run(*args, **kwargs))
 
 

@@ -27,6 +27,8 @@ _CONVOLUTIONS = {
 
 NARROW = 16  # so many float32 channels fill a register of AVX-512, which is what convolution kernels work in
 
+MANY_ROWS = 512  # in a call: tokens, or samples of features
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -61,6 +63,7 @@ class Traits:
     parameters: int
     given: str  # what the user has put them under for several processes
     wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
+    fairly_wide: float  # ... to pay for a call with at least MANY_ROWS rows
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
     known = [p for p in parameters if not isinstance(p, nn.parameter.UninitializedParameter)]
     images = [part for part in parts if isinstance(part, nn.Conv2d | nn.ConvTranspose2d)]
     total = sum(p.numel() for p in known)
+    looked_up = {id(p) for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag) for p in part.parameters()}
+    multiplied = [p for p in known if id(p) not in looked_up]
     return Traits(
         devices=frozenset(t.device for t in tensors),
         spread=any(_is_spread(module) for module in modules),
@@ -144,7 +149,8 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
         parameters=total,
         given=given(modules),
-        wide=sum(p.numel() for p in known if _is_wide(p)) / max(total, 1),
+        wide=sum(p.numel() for p in known if _is_wide(p, 512)) / max(total, 1),
+        fairly_wide=sum(p.numel() for p in multiplied if _is_wide(p, 128)) / max(sum(p.numel() for p in multiplied), 1),
     )
 
 
@@ -164,13 +170,14 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
     return parameter.is_contiguous(memory_format=torch.channels_last) and not parameter.is_contiguous()
 
 
-def _is_wide(parameter: torch.Tensor) -> bool:
+def _is_wide(parameter: torch.Tensor, features: int) -> bool:
     # Measured on AVX512-BF16: linear layers gain at any batch size from 512 features on (of 256, a batch of 32 takes 1.1 times as
     # long), convolutions, which use each weight many times, from 32 channels on; below that the casts cost more than they save.
+    # With many rows linear layers of 128 features take a quarter of the time.
     if parameter.dim() < 2:
         return False
     narrow = min(parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1))
-    return narrow >= (512 if parameter.dim() == 2 else 32)
+    return narrow >= (features if parameter.dim() == 2 else 32)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

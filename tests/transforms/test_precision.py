@@ -53,6 +53,8 @@ def amx(monkeypatch):
     ({"units": "AVX512-BF16"}, "bf16", "AVX512-BF16 units"),
     ({"units": "AMX", "exact": True}, "fp32", "exact=True"),
     ({"units": "AMX", "model": nn.Linear(8, 8)}, "fp32", "too small"),
+    ({"units": "AMX", "model": nn.Linear(128, 128)}, "bf16", "AMX units.*at least 512 tokens or samples"),
+    ({"units": "AMX", "model": nn.Sequential(nn.Embedding(128, 128), nn.Linear(128, 8))}, "fp32", "too small"),
     ({"units": "AMX", "model": nn.Linear(512, 512).double()}, "as it is", "float64 parameters"),
     ({"device": CUDA, "bf16": True, "model": nn.Linear(2, 2).half()}, "as it is", "float16 parameters"),
     ({"device": CUDA, "bf16": True, "model": nn.Linear(2, 2).bfloat16()}, "as it is", "bfloat16 parameters"),
@@ -94,6 +96,70 @@ def test_an_lstm_is_fine_in_float32(wish):
 
 def test_an_lstm_in_16_bits_where_there_are_units():
     assert choice(nn.LSTM(2, 2), units="AMX", wish="bf16")[0] == "bf16"
+
+
+# --- narrow layers: only with many rows ---------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Keeps the dtype that its linear layer gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(5, 128), nn.Linear(128, 128)
+
+    def forward(self, x):
+        h = x if x.is_floating_point() else self.table(x)
+        h = self.layer(h)
+        self.seen = h.dtype
+        return h
+
+
+CALLS = {
+    "features": lambda rows: torch.ones(rows, 128),
+    "sequences": lambda rows: torch.ones(rows // 4, 4, 128),
+    "tokens": lambda rows: torch.ones(rows // 4, 4, dtype=torch.long),
+    "one sequence of tokens": lambda rows: torch.ones(rows, dtype=torch.int32),
+}
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", CALLS)
+def test_narrow_layers_run_in_16_bits_when_they_see_many_rows(kind, named, training):
+    model = optimize(Narrow(), device="cpu").train(training)
+    for rows, expected in [(512, torch.bfloat16), (508, torch.float32), (1024, torch.bfloat16)]:
+        x = CALLS[kind](rows)
+        out = model(x=x) if named else model(x)
+        assert model.seen == expected
+        assert out.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("amx")
+def test_where_the_rows_are_not_known_narrow_layers_stay_in_float32():
+    model = optimize(Narrow(), device="cpu")
+    model(torch.ones(8, 8, 16, 128))
+    assert model.seen == torch.float32
+
+
+@pytest.mark.usefixtures("amx")
+def test_a_step_in_16_bits_by_rows_trains_as_a_call_does():
+    raw = Narrow()
+    _, step = training(raw, nn.MSELoss())
+    for rows, expected in [(600, torch.bfloat16), (8, torch.float32)]:
+        x, y = torch.ones(rows, 128), torch.zeros(rows, 128)
+        plain = F.mse_loss(raw(x), y).item()
+        metrics = step(x, y)
+        assert raw.seen == expected
+        assert metrics["loss"] == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.usefixtures("amx")
+def test_an_explicit_wish_asks_for_no_rows():
+    model = optimize(Narrow(), device="cpu", precision="bf16")
+    model(torch.ones(1, 128))
+    assert model.seen == torch.bfloat16
 
 
 # --- the scaler ---------------------------------------------------------------------------------------------------------

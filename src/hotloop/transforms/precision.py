@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from hotloop._facts import Facts
+from hotloop._facts import MANY_ROWS, Facts
 from hotloop._parts import Parts
 from hotloop._plan import Decision
 
@@ -34,7 +34,8 @@ def decide(facts: Facts, wish: Precision) -> Decision:
         )
     if wish == "auto":
         choice, why = _automatic(facts)
-        return _decision(facts, choice, why)
+        narrow = choice == "bf16" and facts.device.type == "cpu" and facts.traits.wide < 0.5
+        return _decision(facts, choice, why, least_rows=MANY_ROWS if narrow else 0)
     return _checked(facts, wish, "asked for")
 
 
@@ -63,9 +64,13 @@ def _automatic(facts: Facts) -> tuple[str, str]:
         return "fp32", f"16-bit kernels on {device.type} are not known to pay; precision='bf16' asks for them"
     if not machine.cpu_16bit:
         return "fp32", "this CPU has no 16-bit units (bfloat16 trained a ResNet 12 times slower on such a CPU)"
-    if traits.wide < 0.5:
-        return "fp32", f"the layers are too small for the {machine.cpu_16bit} units to pay"
-    return "bf16", f"the {machine.cpu_16bit} units of this CPU; rounds to 8 bits (relative error 4e-3)"
+    units = f"the {machine.cpu_16bit} units of this CPU"
+    if traits.wide >= 0.5:
+        return "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)"
+    if traits.fairly_wide < 0.5:
+        return "fp32", f"the layers are too small for {units} to pay"
+    why = f"{units}, for calls with at least {MANY_ROWS} tokens or samples of features; rounds to 8 bits (relative error 4e-3)"
+    return "bf16", why
 
 
 def _checked(facts: Facts, choice: str, why: str) -> Decision:
@@ -96,9 +101,9 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
     return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
 
 
-def _decision(facts: Facts, choice: str, why: str) -> Decision:
+def _decision(facts: Facts, choice: str, why: str, *, least_rows: int = 0) -> Decision:
     def apply(parts: Parts) -> Parts:
-        parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES.get(choice)))
+        parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES.get(choice), least_rows=least_rows))
         if facts.scaler is not None:
             return replace(parts, scaler=facts.scaler)
         if choice != "fp16" or not parts.optimizers:
@@ -107,6 +112,6 @@ def _decision(facts: Facts, choice: str, why: str) -> Decision:
 
     def revert(parts: Parts) -> Parts:
         disabled = torch.amp.GradScaler(parts.device.type, enabled=False)
-        return replace(parts, autocast=replace(parts.autocast, dtype=None), scaler=disabled)
+        return replace(parts, autocast=replace(parts.autocast, dtype=None, least_rows=0), scaler=disabled)
 
     return Decision("precision", choice, why, apply, revert)
