@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hotloop import _forms as forms
 from hotloop._backward import backward
 from hotloop._batch_loss import BatchLoss, Settings
+from hotloop._call import as_float32
 from hotloop._metrics import Metrics
 from hotloop._parts import Live, lives_within
 from hotloop._plan import Plan
@@ -24,7 +25,6 @@ from hotloop._update import Update
 
 # Whether dynamo looks at the frames of this thread; nothing public tells. A torch without it: as if it did.
 _dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class Step(Progress):
@@ -130,8 +130,8 @@ class Step(Progress):
 
     def _backward(self, loss: Tensor, weight: float) -> None:
         """The backward of a micro-batch's loss, divided by the window's size as a plain loop divides it."""
-        if loss.dtype in _SIXTEEN_BITS and not self._live.exact:
-            loss = loss.float()
+        if not self._live.exact:
+            loss = as_float32(loss)
         share = self._window.share(weight)
         if share != 1.0:
             loss = loss * share
