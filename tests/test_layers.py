@@ -16,8 +16,9 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_tree _device _processes _exchange _median _backward _reading _modes _window _scaling _forms _decorated",
-    "_detours _folded_weights _pairs _found_models",
+    "_processes",
+    "_tree _device _exchange _median _backward _reading _modes _window _scaling _forms _decorated",
+    "_detours _folded_weights _pairs _found_models _shares",
     # the parts; how an optimizer is handled
     "_parts _given _rebind",
     "_stepping",
@@ -28,7 +29,7 @@ LAYERS = [
     # the decisions; the loaders
     "transforms.* _validate _progress _loading _data_loader _syncs",
     "transforms _step _loops _model_calls",
-    "_build _distributed_step _evaluation _tune",
+    "_build _distributed_step _reduction _evaluation _tune",
     "_optimize _runners",
     "_compare _evaluate",
     "__init__",

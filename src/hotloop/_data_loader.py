@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,6 +13,7 @@ from hotloop._in_memory import in_memory, subsets, whole_batches
 from hotloop._item_cost import Cost, measure
 from hotloop._plan import Decision, Plan
 from hotloop._reading import copies_without_blocking
+from hotloop._shares import Shard, loading_world, sharded
 from hotloop._tree import leaves
 from hotloop._worker_safety import Contents, obstacle
 from hotloop._workers import Room, in_shared_memory, room, workers_for
@@ -48,6 +49,9 @@ def data_loader(dataset: Any, batch_size: int | None = 1, **dataloader_arguments
     - `prefetch_factor`: 2, or 1 where the shared memory holds no more.
     - `pin_memory`: on where an accelerator copies from pinned memory.
     - Tensors in memory (a `TensorDataset` or a `Subset` of one, with default collation) are read by whole batches.
+
+    Among several processes (torchrun's, or those of your group) a loader that shuffles is one over a shard, as `prefetch` has it,
+    so that `len(loader)` counts the batches of this process. A sampler of yours is left alone.
 
     Measuring reads three to nine items in this process: some 50 ms of them, or three if they are slow. The random states of
     torch, Python and NumPy, and of generators that the data set holds, are put back. Items that fail, or that could not come
@@ -85,7 +89,14 @@ def data_loader(dataset: Any, batch_size: int | None = 1, **dataloader_arguments
     choices.append(_Choice(given, "pin_memory", *_pinned(probe, cost)))
     kind = _WaitingLoader if workers.value > place.cores and "num_workers" not in given else MeasuredLoader
     loader = kind(dataset, batch_size, **{**given, **{c.name: c.value for c in choices}})
-    loader.plan = Plan([_batching(loader), *(Decision(c.name, str(c.value), c.why) for c in choices)])
+    world = loading_world()
+    loader = cast(MeasuredLoader, sharded(loader, world))
+    found = [_batching(loader), *(Decision(c.name, str(c.value), c.why) for c in choices)]
+    if world is not None:
+        is_shard = isinstance(loader.sampler, Shard)
+        why = f"this is rank {world.rank} of {world.size}, and the loader {'shuffles' if is_shard else 'does not shuffle by itself'}"
+        found.append(Decision("sharding", "on" if is_shard else "off", why))
+    loader.plan = Plan(found)
     return loader
 
 

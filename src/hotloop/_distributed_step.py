@@ -26,7 +26,7 @@ class DistributedStep(Step):
     def __init__(self, exchange: Exchange | Given, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exchange = exchange
-        self._update.averaged = True
+        self._update.averaged = isinstance(exchange, Exchange)
         self._switch()
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]  # see Step

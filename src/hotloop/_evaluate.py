@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_not
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,8 +17,10 @@ from hotloop._decorated import decorated
 from hotloop._evaluation import DTYPES, Evaluation, Wishes
 from hotloop._found_models import NamedModels, held_by, in_arguments
 from hotloop._ledger import _outside
-from hotloop._loading import Prefetch, prefetch
+from hotloop._loading import Prefetch
+from hotloop._reduction import Reduction
 from hotloop._runners import lazily, run
+from hotloop._shares import evaluating_world, whole
 from hotloop._tree import move
 
 P = ParamSpec("P")
@@ -25,6 +29,7 @@ D = TypeVar("D", bound="classmethod[Any, Any, Any] | staticmethod[Any, Any]")
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Inference = Literal["no_grad", "inference_mode"]
+Reduce = Literal["sum", "mean"]
 
 
 @overload
@@ -38,6 +43,7 @@ def fast_eval(
     precision: Precision = ...,
     inference: Inference = ...,
     fold_batchnorm: bool | Literal["auto"] | None = ...,
+    reduce: Reduce | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def fast_eval(
     function: Any = None,
@@ -47,6 +53,7 @@ def fast_eval(
     precision: str = "auto",
     inference: str = "no_grad",
     fold_batchnorm: bool | str | None = "auto",
+    reduce: str | None = None,
 ) -> Any:
     """Decorate a function that evaluates models: they are in eval mode, gradients are off, and it returns numbers.
 
@@ -75,6 +82,9 @@ def fast_eval(
             and everything else is as it is without.
         inference: "no_grad", or "inference_mode", whose tensors cannot be used in training afterwards.
         fold_batchnorm: "auto" where it can be done; False leaves it; True makes it an error where nothing can be folded.
+        reduce: among several processes, where every rank else evaluates everything: "sum" or "mean" gives each its part of
+            every loader among the arguments, no sample twice and none left out (`loader.dataset` stays whole), and reduces
+            every returned number and tensor over the ranks, in one exchange. "mean" weighs each rank by its samples.
 
     Raises:
         TypeError: what is decorated is a class, a model or no function at all.
@@ -88,7 +98,7 @@ def fast_eval(
         >>> accuracy(nn.Linear(4, 1), [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))])
         {'accuracy': 1.0}
     """
-    wishes = Wishes(_models(model), precision, inference, fold_batchnorm)
+    wishes = Wishes(_models(model), precision, inference, fold_batchnorm, reduce)
     _check(wishes)
 
     def decorate(function: Any) -> Any:
@@ -108,13 +118,25 @@ class _Evaluator:
         self._is_method = _first_parameter(function) in ("self", "cls")
         self._name = getattr(plain, "__qualname__", type(plain).__name__)
         self._named = NamedModels(function)
+        if wishes.reduce is not None and self._is_lazy:
+            raise TypeError(
+                f"fast_eval(reduce={wishes.reduce!r}) over {self._name}: what a generator or a coroutine hands out cannot be reduced; "
+                "write a function that returns its numbers"
+            )
         self._wishes = wishes
         self._has_warned = False
 
     def call(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         evaluation = Evaluation(self._wishes, self._models(instance, args, kwargs))
-        if evaluation.device is not None:
-            args, kwargs = move(_prefetched((args, kwargs), evaluation.loads_to), evaluation.device)
+        world = None if self._wishes.reduce is None else evaluating_world(evaluation.world)
+        reduction = None if world is None else Reduction(str(self._wishes.reduce), world, self._name)
+        if evaluation.device is not None or reduction is not None:
+            read = whole if reduction is None else reduction.share
+            args, kwargs = move(
+                _prefetched((args, kwargs), evaluation.loads_to, read), evaluation.device or torch.device("cpu")
+            )
+        if reduction is not None:
+            return reduction.run(partial(run, evaluation, wrapped, args, kwargs))
         if self._is_lazy:
             return lazily(evaluation, wrapped(*args, **kwargs))
         return run(evaluation, wrapped, args, kwargs)
@@ -138,15 +160,18 @@ def _first_parameter(function: Any) -> str | None:
     return code.co_varnames[0] if code is not None and code.co_argcount else None
 
 
-def _prefetched(value: Any, target: Any) -> Any:
-    """Arguments, with data loaders that send their batches to the model."""
+def _prefetched(value: Any, target: Any, read: Callable[[Any], Any]) -> Any:
+    """Arguments, with data loaders of which this process reads what `read` gives, and that send their batches to the model."""
+    if isinstance(value, Prefetch):
+        over = read(value.__wrapped__)
+        return value if over is value.__wrapped__ else value._self_over(over)
     if isinstance(value, DataLoader):
-        return value if isinstance(value, Prefetch) else prefetch(value, target)
+        return Prefetch(read(value), target, depth=2)
     if type(value) is dict:
-        items = {key: _prefetched(item, target) for key, item in value.items()}
+        items = {key: _prefetched(item, target, read) for key, item in value.items()}
         return items if any(items[key] is not value[key] for key in items) else value
     if type(value) in (tuple, list):
-        made = type(value)(_prefetched(item, target) for item in value)
+        made = type(value)(_prefetched(item, target, read) for item in value)
         return made if any(map(is_not, made, value)) else value
     return value
 
@@ -183,6 +208,7 @@ def _check(wishes: Wishes) -> None:
         ("precision", wishes.precision, ("auto", *DTYPES)),
         ("inference", wishes.inference, ("no_grad", "inference_mode")),
         ("fold_batchnorm", wishes.fold_batchnorm, ("auto", True, False, None)),
+        ("reduce", wishes.reduce, (None, "sum", "mean")),
     ]
     for name, wish, allowed in rules:
         if wish not in allowed:

@@ -31,6 +31,7 @@ class Wishes:
     precision: str = "auto"
     inference: str = "no_grad"
     fold_batchnorm: bool | str | None = "auto"
+    reduce: str | None = None
 
 
 class Evaluation:
@@ -51,6 +52,7 @@ class Evaluation:
             raise self._not_folded()
         main = next((model for model in models if device_of(model) is not None), None)
         self.device = None if main is None else device_of(main)
+        self.world = next((live.parts.world for live in map(live_of, models) if live is not None and live.parts.world), None)
         self.loads_to = self.device if live_of(main) is None else main
 
     @contextmanager

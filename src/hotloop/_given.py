@@ -21,7 +21,10 @@ def given(modules: Sequence[nn.Module]) -> str:
         return "DistributedDataParallel"
     sharding = sys.modules.get("torch.distributed.fsdp")  # who has not imported it cannot have used it
     kinds = tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(sharding, name, None)))
-    return "fully_shard" if any(isinstance(part, kinds) for module in modules for part in module.modules()) else ""
+    if any(isinstance(part, kinds) for module in modules for part in module.modules()):
+        return "fully_shard"
+    placed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return "DTensor" if any(isinstance(p, placed) for module in modules for p in module.parameters()) else ""
 
 
 class Given:

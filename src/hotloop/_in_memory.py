@@ -24,9 +24,12 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate
 
+from hotloop._shares import Shard, Share
 from hotloop._transfer import send_tensor
 
 _CHUNK = 8192  # items whose index is made at a time: large enough to be cheap, small enough not to delay the first batch
+
+_READABLE_AHEAD = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, Shard, Share)
 
 _Indexed = tuple[Tensor | None, list[Any]]  # the index of a batch, where it has one, and the items as the sampler gave them
 _ToIndex = Callable[[list[Any]], Tensor | None]
@@ -129,7 +132,7 @@ def _readable_ahead(batches: Any) -> bool:
     sampler = batches.sampler
     if type(sampler) is RandomSampler:
         return sampler.generator is None  # it draws from a generator of the user's during the pass, and once more at its end
-    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    return type(sampler) in _READABLE_AHEAD
 
 
 def _in_chunks(batches: Any, to_index: _ToIndex) -> Iterator[_Indexed]:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from hotloop._device import usable
 from hotloop._in_memory import whole_batches
 from hotloop._parts import live_of
+from hotloop._shares import loading_world, sharded
 from hotloop._transfer import Sent, Transfer, transfer_to
 from hotloop._tree import move
 
@@ -34,6 +35,10 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
     - On the CPU nothing is added: no thread, no copy.
     - On either, a plain `DataLoader` over a `TensorDataset`, or a `Subset` of one, with default collation and without
       workers is read by whole batches: the same batches, the same random state, a tenth of the time and less.
+
+    Among several processes a `DataLoader` that shuffles, and has no sampler of yours, is read in shards: by torch's
+    `DistributedSampler`, which goes on to the next epoch with each pass, or to the one of `sampler.set_epoch`. `len` is that of
+    the shard. Any other loader is read whole.
 
     Batches are fetched in the calling thread and in the loader's order, so a data set is used as it was before; an error in
     batch 3 is raised at batch 3. What looking ahead can change: where the loader (without workers) and the loop's own body
@@ -61,7 +66,9 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
     _check_loader(loader)
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"prefetch(..., depth={depth!r}): depth counts the batches in use or on their way; give 1 or more")
-    return cast(LoaderT, Prefetch(loader, _checked_target(device), depth))
+    target = _checked_target(device)
+    live = live_of(target)
+    return cast(LoaderT, Prefetch(sharded(loader, loading_world() if live is None else live.parts.world), target, depth))
 
 
 class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
@@ -82,11 +89,15 @@ class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         # Without an accelerator there is no place but the CPU that a batch could come from.
         return map(partial(move, device=device), batches) if torch.accelerator.is_available() else batches
 
+    def _self_over(self, loader: Iterable[Any]) -> Prefetch:
+        """The same for another loader."""
+        return Prefetch(loader, self._self_target, self._self_depth)
+
     def __repr__(self) -> str:
         return f"prefetch({self.__wrapped__!r}, {str(self._self_device())!r}, depth={self._self_depth})"
 
     def __copy__(self) -> Prefetch:
-        return Prefetch(copy.copy(self.__wrapped__), self._self_target, self._self_depth)
+        return self._self_over(copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetch:
         target = copy.deepcopy(self._self_target, memo)

@@ -162,7 +162,7 @@ class Update:
             self._on_foreign("with the gradients of a part of an accumulation window: each call would apply some of them again")
         elif self._has_applied(optimizer):
             self._on_foreign("with the gradients that step has applied already: the update is done twice")
-        elif self.averaged:
+        elif self.averaged and any(group.get("lr") != 0 for group in optimizer.param_groups):  # 0 only makes the state
             self._on_foreign(
                 "with gradients that were not averaged over the processes, so that their weights now differ: write step(loss)"
             )
