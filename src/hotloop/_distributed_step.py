@@ -29,15 +29,15 @@ class DistributedStep(Step):
         self._update.averaged = isinstance(exchange, Exchange)
         self._switch()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]  # see Step
-    def __call__(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
-        """As `Step.__call__`; `weight` is this micro-batch's weight among those of all ranks."""
+    def _guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float | None) -> Metrics:
         if weight is not None and self._window.common is None:
             self._window.common = _agreed(forms.check_weight(weight))
         try:
-            return super().__call__(*args, weight=weight, **kwargs)
+            return super()._guarded(args, kwargs, weight)
         finally:
             self._switch()
+
+    _apart = torch._disable_dynamo(_guarded)  # type: ignore[arg-type, attr-defined, no-untyped-call, unused-ignore]
 
     def _switch(self) -> None:
         # At the end of a call: the forward that comes next may be the user's own.
@@ -89,6 +89,8 @@ class DistributedStep(Step):
         while True:
             kept = self._set_aside()
             window = self._window
+            if window.is_open:
+                self._scaling.catch_up(self.scaler)
             try:
                 self._exchange.meet([0.0, float(window.is_open), window.count, window.weight, 0.0])
             except RuntimeError as error:

@@ -178,8 +178,7 @@ class Step(Progress):
         if norm is not None:
             names.append("grad_norm")
             values.append(norm)
-        if flags:
-            values.extend(flags)
+        values.extend(flags or ())
         reading = Reading(values)
         if flags is not None:
             self._ledger.add(reading, len(flags))
