@@ -139,7 +139,7 @@ def _traced_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`map_leaves` in terms that dynamo can follow: without identities and copies."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):  # dynamo of torch 2.6 knows no `tuple | list`
         items = [_traced_map(function, v) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) in (dict, OrderedDict):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hotloop._device import accelerator
 from hotloop._in_memory import in_memory, subsets, whole_batches
 from hotloop._item_cost import Cost, measure
 from hotloop._plan import Decision, Plan
@@ -160,17 +161,17 @@ def _ahead(cost: Cost | str, place: Room, workers: int) -> tuple[int, str]:
 
 
 def _pinned(probe: DataLoader[Any], cost: Cost | str) -> tuple[bool, str]:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
+    current = accelerator()
+    if current is None:
         return False, "there is no accelerator"
-    if not copies_without_blocking(accelerator.type):
-        return False, f"{accelerator} does not copy from pinned memory"
+    if not copies_without_blocking(current.type):
+        return False, f"{current} does not copy from pinned memory"
     batch = in_memory(probe) if isinstance(cost, str) else cost.batch
     if batch is None:
         return False, "not known what a batch holds; prefetch pins what can be pinned"
     if any(leaf.device.type != "cpu" for leaf in leaves(batch)):
         return False, "the batches are on a device already"
-    return True, f"copies to {accelerator} need not be waited for"
+    return True, f"copies to {current} need not be waited for"
 
 
 def _batching(loader: DataLoader[Any]) -> Decision:

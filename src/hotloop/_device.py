@@ -1,10 +1,15 @@
-"""The device that a user names."""
+"""The device that a user names, and the accelerator that a machine has."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator of this machine, if it has one. (Where it has none, torch 2.6 raises when it is asked for it.)"""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def usable(device: Any, call: str) -> torch.device:

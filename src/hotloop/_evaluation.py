@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hotloop._detours import Detour, close_detour, open_detour
+from hotloop._device import accelerator
 from hotloop._folding import Folding
 from hotloop._model_calls import ModelCall, Region, asked
 from hotloop._modes import Modes, plain, submodules
@@ -108,7 +109,7 @@ class Evaluation:
         With a precision asked for, it holds for the body as well. Otherwise the region changes nothing by itself: wrapped models
         open their own, and what the body computes from their outputs, such as a loss, is as it is in training.
         """
-        kind = (self.device or torch.accelerator.current_accelerator() or torch.device("cpu")).type
+        kind = (self.device or accelerator() or torch.device("cpu")).type
         region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])
         if region is None and not torch.amp.is_autocast_available(kind):
             yield

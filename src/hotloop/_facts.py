@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotloop._benchmark_flag import users_value
+from hotloop._device import accelerator
 from hotloop._given import given
 from hotloop._processes import World
 
@@ -99,12 +100,12 @@ class Facts:
 
 def machine() -> Machine:
     """The machine that this process runs on."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    cuda = accelerator is not None and accelerator.type == "cuda"
+    current = accelerator()
+    cuda = current is not None and current.type == "cuda"
     cudnn = torch.backends.cudnn
     return Machine(
-        accelerator=accelerator,
-        accelerator_name=torch.cuda.get_device_name() if cuda else str(accelerator or ""),
+        accelerator=current,
+        accelerator_name=torch.cuda.get_device_name() if cuda else str(current or ""),
         accelerator_bf16=cuda and torch.cuda.is_bf16_supported(including_emulation=False),
         cpu_16bit=_cpu_16bit(),
         cudnn_benchmark=users_value(),

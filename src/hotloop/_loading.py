@@ -13,7 +13,7 @@ import wrapt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hotloop._device import usable
+from hotloop._device import accelerator, usable
 from hotloop._in_memory import whole_batches
 from hotloop._parts import live_of
 from hotloop._shares import loading_world, sharded
@@ -183,5 +183,5 @@ def _checked_target(device: Any) -> Any:
             "prefetch(loader, model)"
         )
     if device == "auto":
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+        device = accelerator() or "cpu"
     return usable(device, f"prefetch(loader, {device!r})")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hotloop import _forms as forms
 from hotloop._comparison import Measured
+from hotloop._device import accelerator
 from hotloop._facts import needs_closure
 from hotloop._syncs import find_syncs
 from hotloop._tree import map_leaves
@@ -134,7 +135,7 @@ class RandomState:
     """The state of every global generator at one moment."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = device or accelerator() or torch.device("cpu")
         self._states: list[tuple[Callable[..., Any], Any]] = [
             (torch.set_rng_state, torch.get_rng_state()),
             (random.setstate, random.getstate()),

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotloop._device import accelerator
+
 Number = float | int | bool | complex
 
 
@@ -192,8 +194,8 @@ def _start_copy(packed: Tensor) -> tuple[Tensor | None, Any]:
 @functools.cache
 def copies_without_blocking(device_type: str) -> bool:
     """Whether a device of this type copies from and to pinned memory while the host goes on."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device_type:
+    current = accelerator()
+    if current is None or current.type != device_type:
         return False
     try:
         torch.Event(device_type)

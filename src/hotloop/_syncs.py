@@ -14,6 +14,7 @@ from typing import Any, overload
 import torch
 
 from hotloop import _waits as rules
+from hotloop._device import accelerator
 from hotloop._metrics import Means, Metrics
 from hotloop._reading import Reading, read_all, read_numbers
 from hotloop._watch import Call, Functions, Operators, Sync, Watch
@@ -133,7 +134,7 @@ _LOOKS: dict[CodeType, tuple[str, str]] = {
 
 def _synchronizing() -> list[Any]:
     """The modules that have a `synchronize`, and those of their classes that define it in Python."""
-    current = torch.accelerator.current_accelerator()
+    current = accelerator()
     names = {"cpu", "cuda", "mps", "xpu"} | ({current.type} if current is not None else set())
     modules: list[Any] = [torch.accelerator, *map(torch.get_device_module, sorted(names))]
     owners = [owner for m in modules for owner in (m, getattr(m, "Stream", None), getattr(m, "Event", None))]
