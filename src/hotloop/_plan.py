@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hotloop._parts import Parts
+
+_log = logging.getLogger("hotloop")  # the only one; at DEBUG it tells each decision when it is made or changed
+_log.addHandler(logging.NullHandler())
 
 
 def _unchanged(parts: Parts) -> Parts:
@@ -34,7 +38,9 @@ class Plan:
     __slots__ = ("_decisions",)
 
     def __init__(self, decisions: list[Decision]) -> None:
-        self._decisions = {decision.name: decision for decision in decisions}
+        self._decisions: dict[str, Decision] = {}
+        for decision in decisions:
+            self.record(decision)
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self._decisions.values())
@@ -47,7 +53,10 @@ class Plan:
 
     def record(self, decision: Decision) -> None:
         """Replace the decision of the same name: the plan always tells what holds now."""
+        before = self._decisions.get(decision.name)
         self._decisions[decision.name] = decision
+        if before is None or (before.choice, before.why) != (decision.choice, decision.why):
+            _log.debug("%s: %s (%s)", decision.name, decision.choice, decision.why)
 
     def as_dict(self) -> dict[str, dict[str, str]]:
         """`{name: {"choice": ..., "why": ...}}`, in the order in which the decisions were applied."""
