@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-SCRIPTS = ("overhead", "baseline", "peers", "loading", "ablation", "report")
+SCRIPTS = ("overhead", "baseline", "peers", "loading", "evaluation", "memory", "ablation", "report")
 
 
 def main() -> int:

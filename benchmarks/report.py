@@ -64,6 +64,10 @@ def _peers(results: Any) -> str:
     return f"{table('x naive', ratios(results['training'], 'naive'))}\n\n{versions}"
 
 
+def _memory(results: Any) -> str:
+    return table("peak x naive", ratios(results["peak"], "naive"))
+
+
 def _overhead(results: Any) -> str:
     rows = {name: {k: f"{v + 0.0:.1f}" for k, v in row.items()} for name, row in results["a step"].items()}
     return table(results["workload"], rows)
@@ -100,6 +104,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "evaluation": ("baseline", _evaluation),
     "epoch": ("baseline", _epoch),
     "peers": ("peers", _peers),
+    "memory": ("memory", _memory),
     "overhead": ("overhead", _overhead),
     "loading": ("loading", _loading),
     "ablation": ("ablation", _ablation),

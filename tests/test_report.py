@@ -29,6 +29,7 @@ NAIVE = {"small": rows("naive", bare=0.9, hotloop=0.512), "large": rows("naive",
 RESULTS: dict[str, dict[str, Any]] = {
     "baseline": {"training": NAIVE, "evaluation": NAIVE, "epoch": NAIVE},
     "peers": {"versions": {"other": "1.2.3"}, "training": NAIVE},
+    "memory": {"peak": {"small": {"naive": {"ratio": 1.0}, "hotloop": {"added MiB": 2.0, "ratio": 0.994}}}},
     "overhead": {"workload": "small", "a step": {"Adam": {"bare µs": 439.5, "added calls": -0.0}}},
     "loading": {
         "tensors in memory, a batch": {"64": rows("DataLoader", prefetch=0.11)},
@@ -58,6 +59,7 @@ LINES = [
     ("evaluation", ["| small | 0.90 | 0.51 |"]),
     ("epoch", ["| small | 0.90 | 0.51 |"]),
     ("peers", ["| large |  | 0.25 |", "other 1.2.3"]),
+    ("memory", ["| peak x naive | hotloop |", "| small | 0.99 |"]),
     ("overhead", ["| small | bare µs | added calls |", "| Adam | 439.5 | 0.0 |"]),
     ("loading", ["| 64 | 0.11 |", "| x no workers | chosen | 2 workers |", "| image | 2 | 0.48 |"]),
     ("ablation", ["| x off | fused | precision | channels_last |", "| small | **0.88** | 1.55 |  |"]),
