@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop import _forms as forms
-from hotloop._exchange import HEAD, Exchange
+from hotloop._exchange import Exchange
 from hotloop._given import Given, given
 from hotloop._metrics import Metrics
-from hotloop._processes import everyone, explain_lost
+from hotloop._processes import everyone, explain_lost, summed
 from hotloop._step import Step
 
 
@@ -26,6 +27,7 @@ class DistributedStep(Step):
     def __init__(self, exchange: Exchange | Given, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exchange = exchange
+        self._size = dist.get_world_size()
         self._update.averaged = isinstance(exchange, Exchange)
         self._switch()
 
@@ -51,27 +53,25 @@ class DistributedStep(Step):
         try:
             self._exchange.arm(window_is_open=window.is_open)
             super()._backward(loss, weight)
-            share = weight / window.reference
-            value = loss.item() if self._closure else 0.0
-            told = self._closure or window.common is not None
-            self._exchange.finish([1.0, 1.0, window.count + 1.0, window.weight + share, value], told=told)
+            self._exchange.finish(self._totals(window.count + 1, window.weight + weight / window.reference))
         except RuntimeError as error:
             explain_lost(error)
             raise
 
+    def _totals(self, count: int, weight: float) -> list[float] | None:
+        """What the ranks tell each other of a window: only where micro-batches have weights."""
+        return None if self._window.common is None else [float(count), weight]
+
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
         if self._window.common is None:
             return super()._close(factor)
-        return self._close_weighted(self._window.size)
-
-    def _close_weighted(self, size: float | Tensor) -> tuple[Tensor | None, list[Any]]:
-        """Apply the window as the weighted mean over what was in it on all ranks."""
-        weight = self._exchange.average("weight")
-        self._update.rescale(torch.where(weight == 0, 1.0, size / weight))
+        # The weighted mean over what was in the window on all ranks; not read, so that nothing waits.
+        weight = self._exchange.totals[1]
+        self._update.rescale(torch.where(weight == 0, 1.0, self._window.size * self._size / weight))
         return super()._close(1.0)
 
     def _closure_loss(self, loss: Tensor) -> Tensor:
-        return self._exchange.average("loss").to(loss.dtype)
+        return (summed([loss.item()], loss.device) / self._size).to(loss.dtype)
 
     def flush(self, rescale: bool = True) -> bool:
         """Apply windows that are not full, and tell whether there was one on any rank; waits for all ranks.
@@ -86,27 +86,33 @@ class DistributedStep(Step):
             return False
         if self._window.is_open:
             self._scaling.catch_up(self.scaler)
+        try:
+            return self._meet(rescale)
+        except RuntimeError as error:
+            explain_lost(error)
+            raise
+        finally:
+            self._switch()
+
+    def _meet(self, rescale: bool) -> bool:
+        window = self._window
+        self._exchange.end()
         while True:
             kept = self._set_aside()
-            window = self._window
-            if window.is_open:
-                self._scaling.catch_up(self.scaler)
-            try:
-                self._exchange.meet([0.0, float(window.is_open), window.count, window.weight, 0.0])
-            except RuntimeError as error:
-                explain_lost(error)
-                raise
-            found = dict(zip(HEAD, self._exchange.head().tolist(), strict=True))
-            if not found["open"]:
-                for parameter, gradient in kept:
-                    parameter.grad = gradient
-                return False
-            if not found["active"]:
-                size = window.size if rescale else self._exchange.average("count")
-                self._record(*self._close_weighted(size))
-                self._switch()
-                return True
+            self._exchange.meet(self._totals(window.count, window.weight))
+            if self._exchange.all_have_ended():
+                break
             self._record(*self._close(1.0))
+        self._exchange.part()
+        told = everyone((window.is_open, window.count, window.weight))
+        if not any(is_open for is_open, _, _ in told):
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            return False
+        count, weight = sum(count for _, count, _ in told), sum(weight for _, _, weight in told)
+        factor = (window.size * self._size if rescale else count) / weight if weight else 1.0
+        self._record(*super()._close(factor))
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Step.load_state_dict`. Each rank loads its own state; where no window is open, that of any rank will do."""

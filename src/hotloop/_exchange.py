@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,20 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-# What a rank tells in front of its flags of reached parameters; averaged over the ranks with the gradients.
-HEAD = ("active", "open", "count", "weight", "loss")
+from hotloop._processes import Notes, everyone, summed
+
+_numbers = itertools.count()
 
 
 class _Carrier(nn.Module):
-    """Holds all that is trained. Its forward has nothing to compute: calling it under DDP makes the next backward communicate.
+    """Holds all that is trained. Its forward has nothing to compute: calling it under DDP makes the next backward communicate."""
 
-    `tally` is a parameter whose gradient carries what ranks must know of each other, so that it costs no communication of
-    its own. As the first parameter it lies in the bucket that DDP sends last.
-    """
-
-    def __init__(self, tally: nn.Parameter, modules: Iterable[nn.Module], others: Iterable[Tensor]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Tensor]) -> None:
         super().__init__()
-        self.tally = tally
         self.held = nn.ModuleList(modules)
         self.others = nn.ParameterList(others)
 
@@ -37,12 +34,21 @@ class Exchange:
     The user's forward never goes through DDP: whichever way a loss was computed, the hooks are on the parameters. So every
     loss is averaged, micro-batches before the last one communicate nothing, and one forward more or less does no harm.
     Buffers follow rank 0 at the end of each window.
+
+    A rank without batches takes part by `meet`. Whether all ranks did so is not told with the gradients, which would cost
+    every step: each notes in the group's store from which exchange on it has no more batches, before it takes part in that.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._modules = modules
         self._optimizers = optimizers
         self._armed = False
+        self._count = 0  # exchanges begun
+        self._parted = -1  # the last one that all ranks met in
+        self._missed: bool | None = None  # parameters that some rank's backward did not reach; None until one was looked at
+        self._tells_reached = False  # whether ranks tell each other in every exchange what they have reached
+        self._notes = Notes(f"hotloop/{next(_numbers)}")
+        self.totals = torch.empty(0)  # what ranks gave to the last exchange, summed
         self._build(init_sync=True)  # weights and buffers become those of rank 0
 
     def _build(self, *, init_sync: bool) -> None:
@@ -53,12 +59,8 @@ class Exchange:
         self._everything = [*(p for module in self._modules for p in module.parameters()), *others]
         self._pattern = [p.requires_grad for p in self._everything]
         self.parameters = list({id(p): p for p in self._everything if p.requires_grad}.values())
-        first = self.parameters[0] if self.parameters else torch.empty(0)
-        kinds = [p.dtype for p in self.parameters if p.is_floating_point()]
-        dtype = torch.float32 if torch.float32 in kinds else next(iter(kinds), torch.float32)  # the dtype of a bucket there is
-        self._tally = nn.Parameter(torch.zeros(len(HEAD) + len(self.parameters), dtype=dtype, device=first.device))
-        self._usual: tuple[list[float], Tensor] | None = None
-        self._ddp = DistributedDataParallel(_Carrier(self._tally, self._modules, others), init_sync=init_sync)
+        self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._ddp = DistributedDataParallel(_Carrier(self._modules, others), init_sync=init_sync)
         self._has_buffers = any(True for module in self._modules for _ in module.buffers())
         self._share_buffers()
         self._armed = False
@@ -67,17 +69,21 @@ class Exchange:
         return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _is_stale(self) -> bool:
-        """Whether user code has frozen, unfrozen, added or replaced parameters, or a backward broke off half done."""
-        moved = bool(self.parameters) and self.parameters[0].device != self._tally.device
-        if self._armed or moved or [p.requires_grad for p in self._everything] != self._pattern:
+        """Whether user code has frozen, unfrozen, added, moved or replaced parameters, or a backward broke off half done."""
+        if self._armed or self.parameters[0].device != self._device:
             return True
         groups = self._grouped()
-        return len(groups) != len(self._groups) or any(p is not q for p, q in zip(groups, self._groups, strict=True))
+        if len(groups) != len(self._groups) or any(p is not q for p, q in zip(groups, self._groups, strict=True)):
+            return True
+        return [p.requires_grad for p in self._everything] != self._pattern
 
     def _share_buffers(self) -> None:
         if self._has_buffers:
             with torch.no_grad():  # a forward without gradients is all that DDP needs to send rank 0's buffers
                 self._ddp()
+
+    def switch(self, last: bool) -> None:
+        """Nothing: whether a backward communicates is told by `arm`."""
 
     def arm(self, *, window_is_open: bool) -> None:
         """The backward that follows communicates, while it runs; `finish` must be called after it."""
@@ -85,61 +91,66 @@ class Exchange:
             self._build(init_sync=False)  # between a forward and its backward, which would notice new weights
         # Parameters that only earlier micro-batches reached have a gradient, which this backward leaves as it is.
         self._before = [_mark(p) for p in self.parameters] if window_is_open else None
-        self._tally.grad = None
+        self._count += 1
         self._ddp()
         self._armed = True
 
-    def finish(self, head: list[float], *, told: bool) -> None:
-        """Complete the exchange, and tell the other ranks `head` with it, whether or not it is asked for (`told`)."""
+    def finish(self, totals: list[float] | None) -> None:
+        """Complete the exchange after its backward; `totals`, where given, are summed over the ranks."""
         if self._before is None:
-            self._complete(head, [i for i, p in enumerate(self.parameters) if p.grad is None])
+            unreached = [p for p in self.parameters if p.grad is None]
         else:
-            self._complete(head, [i for i, p in enumerate(self.parameters) if _mark(p) == self._before[i]])
+            unreached = [p for p, mark in zip(self.parameters, self._before, strict=True) if _mark(p) == mark]
+        self._complete(unreached, any(p.grad is None for p in unreached), totals)
 
-    def meet(self, head: list[float]) -> None:
+    def meet(self, totals: list[float] | None) -> None:
         """Average the gradients that there are, without a backward."""
         self.arm(window_is_open=False)
-        self._complete(head, list(range(len(self.parameters))))
+        self._complete(self.parameters, None, totals)
 
-    def _complete(self, head: list[float], unreached: list[int]) -> None:
+    def _complete(self, unreached: list[Tensor], missed: bool | None, totals: list[float] | None) -> None:
         """Give what the backward did not reach a gradient of zeros, which DDP waits for.
 
         A parameter that no rank has reached in the window keeps no gradient, as in a single process.
         """
-        missing = [i for i in unreached if self.parameters[i].grad is None]
-        roots = [self._tally, *(self.parameters[i] for i in unreached)]
-        torch.autograd.backward(roots, [self._row(head, missing), *map(_zeros, roots[1:])])
+        learns = self._missed is None
+        reached = [p.grad is not None for p in self.parameters] if learns or self._tells_reached else []
+        if unreached:
+            torch.autograd.backward(unreached, [_zeros(p) for p in unreached])
         self._armed = False
-        if missing:
-            assert self._tally.grad is not None
-            reached = self._tally.grad[len(HEAD) :].tolist()
-            for i in missing:
-                if not reached[i]:
-                    self.parameters[i].grad = None
+        if learns or missed:
+            self._learn(missed)
+        if self._tells_reached:
+            found = summed([float(r) for r in reached], self._device)
+            if not all(reached):  # else there is nothing to wait for
+                for parameter, count in zip(self.parameters, found.tolist(), strict=True):
+                    if not count:
+                        parameter.grad = None
+        if totals is not None:
+            self.totals = summed(totals, self._device)
         self._share_buffers()
 
-    def _row(self, head: list[float], missing: list[int]) -> Tensor:
-        if not missing and self._usual is not None and self._usual[0] == head:
-            return self._usual[1]
-        flags = [1.0] * len(self.parameters)
-        for i in missing:
-            flags[i] = 0.0
-        row = torch.tensor([*head, *flags], dtype=self._tally.dtype).to(self._tally.device, non_blocking=True)
-        if not missing:
-            self._usual = (head, row)
-        return row
+    def _learn(self, missed: bool | None) -> None:
+        """Whether there are parameters that a window may not reach: asked once of all ranks, and again where they `part`."""
+        if self._missed is not None:
+            self._missed = True
+        elif known := [told for told in everyone(missed) if told is not None]:
+            self._missed = self._tells_reached = any(known)
 
-    def switch(self, last: bool) -> None:
-        """Nothing: whether a backward communicates is told by `arm`."""
+    def end(self) -> None:
+        """Note that this rank has no more batches: from here on it meets the others."""
+        self._notes.write(self._count + 1)
 
-    def average(self, name: str) -> Tensor:
-        """What the last exchange brought for an item of HEAD: the mean over the ranks, on the device."""
-        return self.head()[HEAD.index(name)]
+    def all_have_ended(self) -> bool:
+        """Whether every rank took part in the last exchange by `meet`. Waits for the device."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+        return all(self._parted < note <= self._count for note in self._notes.read())
 
-    def head(self) -> Tensor:
-        """All of it."""
-        assert self._tally.grad is not None
-        return self._tally.grad[: len(HEAD)]
+    def part(self) -> None:
+        """All ranks have met, and go on."""
+        self._parted = self._count
+        self._tells_reached = any(everyone(bool(self._missed)))
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hotloop._exchange import HEAD, Exchange
+from hotloop._exchange import Exchange
+from hotloop._processes import summed
 
 
 def given(modules: Sequence[nn.Module]) -> str:
@@ -31,18 +30,18 @@ class Given:
     """Stands in for an `Exchange` where the model exchanges gradients in its own backward.
 
     Under DDP micro-batches before the last one of a window do not communicate. Under `fully_shard` each one does, so that
-    gradients stay sharded. What ranks must know of each other is exchanged apart, and only where it is asked for.
+    gradients stay sharded. All ranks must have as many batches: a forward of such a model waits for the others.
     """
 
     parameters: Sequence[Tensor] = ()
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._plain = [getattr(module, "module", module) if module in self._replicas else module for module in modules]
+        self._plain = [module.module if isinstance(module, DistributedDataParallel) else module for module in modules]
         self._optimizers = optimizers
-        self._device = device if dist.get_backend() == dist.get_default_backend_for_device(device) else torch.device("cpu")
+        self._device = device
         self._late: Exchange | None = None  # for what a window that is cut short leaves behind under DDP
-        self._averages = torch.zeros(len(HEAD))
+        self.totals = torch.empty(0)
 
     def switch(self, last: bool) -> None:
         """Whether the next micro-batch is the last of its window, before its forward: DDP asks then."""
@@ -52,27 +51,24 @@ class Given:
     def arm(self, *, window_is_open: bool) -> None:
         """Nothing: the model's own forward has done it."""
 
-    def finish(self, head: list[float], *, told: bool) -> None:
-        """The backward has averaged the gradients; on demand the ranks tell each other `head`."""
-        if told:
-            self._averages = torch.tensor(head, dtype=torch.float64, device=self._device)
-            dist.all_reduce(self._averages)
-            self._averages /= dist.get_world_size()
+    def finish(self, totals: list[float] | None) -> None:
+        """The backward has averaged the gradients; `totals`, where given, are summed over the ranks."""
+        if totals is not None:
+            self.totals = summed(totals, self._device)
 
-    def meet(self, head: list[float]) -> None:
+    def meet(self, totals: list[float] | None) -> None:
         """Average the gradients of windows that are cut short."""
-        if not self._replicas:
-            self.finish(head, told=True)
-            return
-        if self._late is None:
-            self._late = Exchange(self._plain, self._optimizers)
-        self._late.meet(head)
-        self._averages = self._late.head()
+        if self._replicas:
+            self._late = self._late or Exchange(self._plain, self._optimizers)
+            self._late.meet(None)
+        self.finish(totals)
 
-    def average(self, name: str) -> Tensor:
-        """What the ranks told for an item of HEAD: the mean."""
-        return self._averages[HEAD.index(name)]
+    def end(self) -> None:
+        """Nothing: the others end with this rank."""
 
-    def head(self) -> Any:
-        """All of it, on the device."""
-        return self._averages
+    def all_have_ended(self) -> bool:
+        """They have, since all ranks have as many batches."""
+        return True
+
+    def part(self) -> None:
+        """Nothing to remember."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _PLACE = ("RANK", "WORLD_SIZE")
 _MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
@@ -94,19 +95,48 @@ def everyone(value: Any) -> list[Any]:
     return told
 
 
+def summed(values: list[float], device: torch.device) -> Tensor:
+    """The sums of these numbers over all ranks, on the device, which nothing here waits for."""
+    sums = torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+    dist.all_reduce(sums)
+    return sums
+
+
+class Notes:
+    """A number that each rank writes for the others to read, beside the group's communication."""
+
+    def __init__(self, name: str) -> None:
+        self._names = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+        self.write(-1)
+
+    def write(self, number: int) -> None:
+        """Let the others read this of this rank, from now on."""
+        if (store := _store()) is not None:
+            store.set(self._names[dist.get_rank()], str(number))
+
+    def read(self) -> list[int]:
+        """What each rank has written last."""
+        store = _store()
+        return [] if store is None else [int(store.get(name)) for name in self._names]
+
+
+def _store() -> Any:
+    # There is no public way to the store of a group; it is where processes meet that have nothing to send each other.
+    return getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
+
+
 _LOST = ("Connection", "connection", "Broken pipe", "imed out", "imeout", "gloo", "NCCL", "ocket")
 _PATIENCE = timedelta(seconds=3)
 
 
 def explain_lost(error: RuntimeError) -> None:
     """Add to an error of the communication which ranks are gone: all that are left fail with it, and say so to each other."""
-    # There is no public way to the group's store, which is where processes meet that can no longer talk directly.
-    store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if not any(sign in str(error) for sign in _LOST) or store_of is None or not dist.is_initialized():
+    if "\n\nhotloop: " in str(error):
         return
-    lost = []
+    if not any(sign in str(error) for sign in _LOST) or not dist.is_initialized() or (store := _store()) is None:
+        return
+    lost, own = [], dist.get_rank()
     try:
-        store, own = store_of(), dist.get_rank()
         store.set(f"hotloop/{own} is left", "")
         for rank in range(dist.get_world_size()):
             try:
@@ -115,11 +145,12 @@ def explain_lost(error: RuntimeError) -> None:
                 lost.append(rank)
     except RuntimeError:
         lost = [0]  # which holds the store
-    names = "rank" + "s" * (len(lost) > 1) + " " + ", ".join(map(str, lost))
-    error.args = (
-        f"{error}\n\nhotloop: {names if lost else 'no rank'} does not answer: it has ended or hangs. Look for the first error in "
-        "its output",
-    )
+    named = " and ".join(f"rank {rank}" for rank in lost)
+    if lost:
+        why = f"{named} does not answer: it has ended or hangs; look for the first error in its output"
+    else:
+        why = "all ranks are there and wait for different things: each must make the same calls (step, flush, mean) in the same order"
+    error.args = (f"{error}\n\nhotloop: {why}",)
 
 
 def host() -> str:
