@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -933,3 +935,85 @@ def test_an_input_that_the_forward_changes_is_changed_once():
         for x, seen, output in zip(batches, given, outputs, strict=True):
             torch.testing.assert_close(output, net(x), atol=1e-4, rtol=1e-4)
             assert torch.equal(seen, x)
+
+
+@pytest.mark.parametrize(
+    "name", ["norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "conv.weight", "conv.bias"]
+)
+@pytest.mark.parametrize("write", [lambda t: t.data.mul_(3), lambda t: t.detach().numpy().fill(2)], ids=["data", "numpy"])
+def test_values_written_past_the_version_counter_are_seen(name: str, write: Callable[[Tensor], Any]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x))
+
+    model = awake(Net())
+    nn.init.ones_(model.conv.bias)  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 8, 8)
+    with folding(model):
+        called(model, x)
+        called(model, x)
+        assert norms_run(model, x) == 0
+        write({**dict(model.named_parameters()), **dict(model.named_buffers())}[name])
+        torch.testing.assert_close(called(model, x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_asks_for_the_type_of_an_output_finds_a_tensor() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+            self.found: list[bool] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.conv(x)
+            self.found += [type(h) is Tensor, h.__class__ is Tensor]
+            return self.norm(h)
+
+    model = awake(Net())
+    with folding(model) as found:
+        for _ in range(3):
+            called(model, torch.randn(2, 3, 8, 8))
+        assert model.found == [True] * 6
+        decision = found.decision()
+    assert decision is not None
+    assert (decision.choice, "asks for types" in decision.why) == ("off", True)
+
+
+def test_a_feature_that_is_kept_keeps_no_other_tensor_alive() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.feature = self.conv(x)
+            return self.norm(self.feature)
+
+    model = awake(Net())
+    with folding(model):
+        called(model, torch.randn(2, 3, 8, 8))
+        x = torch.randn(2, 3, 8, 8)
+        called(model, x)
+        kept = weakref.ref(x)
+        del x
+        assert kept() is None
+
+
+def test_the_folded_weights_go_with_the_evaluation() -> None:
+    model = awake(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    gc.collect()
+    gc.disable()
+    try:
+        with folding(model) as found:
+            called(model, torch.randn(2, 3, 8, 8))
+            called(model, torch.randn(2, 3, 8, 8))
+            weights = weakref.ref(next(iter(found._folds[0]._made.values()))[0])
+            assert weights() is not None
+        del found
+        assert weights() is None
+    finally:
+        gc.enable()

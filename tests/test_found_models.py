@@ -180,3 +180,23 @@ def test_a_large_global_is_not_walked_through() -> None:
         return words, many
 
     assert list(NamedModels(uses)) == []
+
+
+class Absent:
+    """As the request of a web framework, or a lazy setting, where there is none."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("working outside of a context")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None: ...
+
+
+def test_objects_that_do_not_tell_their_class_are_no_models() -> None:
+    net, absent = nn.Linear(1, 1), Absent()
+
+    def named() -> Any:
+        return net, absent
+
+    assert [*NamedModels(named)] == [net]

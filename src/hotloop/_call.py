@@ -6,6 +6,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from hotloop._tree import leaves, map_leaves, move_call
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+# Whether an evaluation, which begins without gradients, runs in this thread or task: where they are on, its body wants them.
+in_evaluation: ContextVar[bool] = ContextVar("in_evaluation", default=False)
 
 
 def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *, moved: bool = False) -> Any:
@@ -42,10 +46,10 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
             for look in parts.on_inputs:
                 args, kwargs = look(args, kwargs)
             if parts.autocast.dtype is None:
-                return _finished(run(*args, **kwargs), live, parts, detach=False)
+                return finished(run(*args, **kwargs), live, parts)
             with parts.autocast(*args, **kwargs):
                 output = run(*args, **kwargs)
-            return _finished(output, live, parts, detach=False)
+            return finished(output, live, parts)
         return _call_in_eval(run, live, parts, args, kwargs)
     except RuntimeError as error:
         explain_devices(error, live)
@@ -59,7 +63,7 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
             args, kwargs = look(args, kwargs)
         with _gradients(live, parts, args, kwargs), parts.autocast(*args, **kwargs):
             output = run(*args, **kwargs)
-            return _finished(output, live, parts, detach=not torch.is_grad_enabled())
+            return finished(output, live, parts, detach=not torch.is_grad_enabled())
     finally:
         parts.flags.put_back(found)
 
@@ -67,7 +71,7 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
 def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """What an eval-mode call runs in: gradients are off, unless one of its inputs asks for them."""
     off = not torch.is_grad_enabled()
-    if live.inference == "grad" or (off and live.inference == "no_grad"):
+    if live.inference == "grad" or (off and live.inference == "no_grad") or (not off and in_evaluation.get()):
         return _AS_IT_IS
     if any(t.requires_grad for t in leaves((args, kwargs))) or _has_swapped_parameters(parts.model):
         return _AS_IT_IS
@@ -93,7 +97,7 @@ def _first_parameter(module: nn.Module) -> Tensor | None:
     return next((found for found in children if found is not None), None)
 
 
-def _finished(output: Any, live: Live, parts: Parts, *, detach: bool) -> Any:
+def finished(output: Any, live: Live, parts: Parts, *, detach: bool = False) -> Any:
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
     for look in parts.on_outputs:
         output = look(output)

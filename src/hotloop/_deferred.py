@@ -37,6 +37,9 @@ class Call:
         self.looked: Any = None
 
 
+_SILENT = Call()  # a call in which there is nothing to send
+
+
 class _Scope(threading.local):
     call: Call | None = None
 
@@ -44,9 +47,24 @@ class _Scope(threading.local):
 _scope = _Scope()
 
 
-def current_call() -> Call | None:
-    """The call of a model that this thread is in, and in which it may send."""
-    return _scope.call
+def in_call() -> bool:
+    """Whether this thread is in a call of a model."""
+    return _scope.call is not None
+
+
+def sending_call() -> Call | None:
+    """The call of a model that this thread is in, if it may send."""
+    call = _scope.call
+    return None if call is _SILENT else call
+
+
+def silent(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`run(*args, **kwargs)` as a call of a model in which nothing is sent."""
+    _scope.call = _SILENT
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _scope.call = None
 
 
 class Deferred(Tensor):

@@ -9,6 +9,7 @@ like it: a hook cannot replace a computation, and hooks or a `forward` set on th
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ class Detour:
     Evaluations that overlap share one detour per module: the first to `open_detour` makes it, and the last one to
     `close_detour` removes it.
     """
+
+    # `jit.script` leaves out a function that it cannot compile, and gives up on any other object.
+    __class__ = property(lambda _: types.FunctionType)
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

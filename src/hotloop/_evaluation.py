@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hotloop._call import in_evaluation
 from hotloop._detours import Detour, close_detour, open_detour
 from hotloop._device import accelerator
 from hotloop._folding import Folding
@@ -47,24 +48,27 @@ class Evaluation:
             )
         self._wishes = wishes
         self._modes = Modes(models)
-        self._calls = [diversion for model in models for diversion in _model_calls(model)]
+        self._casts = any(live.parts.autocast.dtype is not None for model in models if (live := live_of(model)) is not None)
+        alone = self._modes.modules if len(models) == 1 else None
+        self._calls = [diversion for model in models for diversion in _model_calls(model, alone)]
         self._folded = _folded(models, self._modes.modules, wishes.fold_batchnorm)
-        if wishes.fold_batchnorm is True and not any(folded.diversions for folded in self._folded):
+        if wishes.fold_batchnorm is True and not any(folded.folding.diversions for folded in self._folded):
             raise self._not_folded()
-        main = next((model for model in models if device_of(model) is not None), None)
-        self.device = None if main is None else device_of(main)
+        devices = ((model, device) for model in models if (device := device_of(model)) is not None)
+        self.device: torch.device | None
+        main, self.device = next(devices, (None, None))
         self.world = next((live.parts.world for live in map(live_of, models) if live is not None and live.parts.world), None)
         self.loads_to = self.device if live_of(main) is None else main
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """The models are in eval mode, and called as models that are evaluated."""
+        self._modes.switch()
         opened = []
         # Fused kernels change weights without counting a version: what was made from them goes at every optimizer's step.
         watching = register_optimizer_step_post_hook(self._weights_change)
-        self._modes.switch()
         try:
-            for module, kind in [*self._calls, *(d for folded in self._folded for d in folded.diversions)]:
+            for module, kind in [*self._calls, *(d for folded in self._folded for d in folded.folding.diversions)]:
                 open_detour(module, kind)
                 opened.append(module)
             yield
@@ -93,8 +97,12 @@ class Evaluation:
     def running(self) -> Iterator[None]:
         """Gradients and the precision are as asked for, in this thread or task."""
         gradients = torch.inference_mode if self._wishes.inference == "inference_mode" else torch.no_grad
-        with gradients(), self._precision():
-            yield
+        before = in_evaluation.set(True)
+        try:
+            with gradients(), self._precision():
+                yield
+        finally:
+            in_evaluation.reset(before)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -111,7 +119,7 @@ class Evaluation:
         """
         kind = (self.device or accelerator() or torch.device("cpu")).type
         region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])
-        if region is None and not torch.amp.is_autocast_available(kind):
+        if region is None and not (self._casts or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))):
             yield
             return
         before = asked.set(region or asked.get())
@@ -131,7 +139,6 @@ class _Folded:
         self._plan: Plan | None = None if live is None else live.plan
         self._forbidden = "exact=True leaves every bit alone" if _is_exact(model) else "" if wish else "switched off"
         self.folding = Folding([] if self._forbidden else modules)
-        self.diversions = self.folding.diversions
 
     def decision(self) -> Decision | None:
         """What has come of it, as far as is known by now; it shows in the model's plan."""
@@ -166,16 +173,24 @@ def device_of(model: nn.Module) -> torch.device | None:
     live = live_of(model)
     if live is not None:
         return live.parts.device
-    devices = (tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
-    return next((device for device in devices if device.type != "meta"), None)
+    for kind in ("_parameters", "_buffers"):  # `parameters()` builds a name for each one, which takes several times as long
+        for module in submodules([model]):
+            for tensor in getattr(module, kind).values():
+                if tensor is not None and tensor.device.type != "meta":
+                    return tensor.device  # type: ignore[no-any-return]
+    return None
 
 
-def _model_calls(model: nn.Module) -> Iterator[Diversion]:
-    """The calls to divert for a model: its own, or those of its parts where it has no forward, as a ModuleList."""
+def _model_calls(model: nn.Module, parts: Sequence[nn.Module] | None = None) -> Iterator[Diversion]:
+    """The calls to divert for a model: its own, or those of its parts where it has no forward, as a ModuleList.
+
+    `parts` are all of its modules, where they are known.
+    """
     if live_of(model) is None and getattr(type(model), "forward", None) is nn.Module.forward:
         for child in model.children():
             yield from _model_calls(child)
         return
     device = device_of(model)
     if device is not None:
-        yield plain(model), partial(ModelCall, device=device, wrapped=live_of(model) is not None)
+        parts = list(submodules([model])) if parts is None else parts
+        yield plain(model), partial(ModelCall, parts=parts, device=device, wrapped=live_of(model) is not None)

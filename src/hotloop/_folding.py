@@ -11,6 +11,7 @@ Which BatchNorm follows which convolution is seen at the first call; the first f
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop import _folded_weights
-from hotloop._deferred import Deferred, current_call
+from hotloop._deferred import Deferred, sending_call
 from hotloop._detours import Detour, is_compiled
 from hotloop._folded_weights import Fold, Watch
 from hotloop._pairs import Pair, Sent, pair_of
@@ -37,7 +38,10 @@ _KINDS: dict[Any, tuple[Any, int, int]] = {
     nn.ConvTranspose2d.forward: (nn.ConvTranspose2d, 4, 1),
     nn.ConvTranspose3d.forward: (nn.ConvTranspose3d, 5, 1),
 }
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+_NOTHING = Watch([])
 
 
 class _Latest(threading.local):
@@ -54,22 +58,26 @@ class Folding:
     """The folding of one model for the length of an evaluation. `diversions` are the calls to divert, and by what."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        norms = [m for m in modules if isinstance(m, _NORMS) and type(m).forward is nn.BatchNorm2d.forward]
+        norms = [m for m in modules if isinstance(m, NORMS) and type(m).forward is nn.BatchNorm2d.forward]
         # The class of a scripted module has no forward.
         convolutions = [m for m in modules if getattr(type(m), "forward", None) in _KINDS] if norms else []
         self._pairs = [(m, pair_of(m)) for m in convolutions]
         self._is_out_of_reach = bool(self._pairs) and any(map(_calls_elsewhere, modules))
         self._waiting: list[Convolution] = []
         self._folds: list[Fold] = []
-        self._watch = Watch([])
+        self._watch = _NOTHING
         self.observed = False
         self._forgotten = False
         known = {id(norm) for norm in norms}
         chosen = [(m, pair) for m, pair in self._pairs if not self._is_out_of_reach and _may_fold(m, pair, known)]
-        self.diversions: list[tuple[nn.Module, Callable[[nn.Module], Detour]]] = []
-        if chosen:
-            self.diversions += [(m, partial(Convolution, pair=pair, folding=self)) for m, pair in chosen]
-            self.diversions += [(norm, Norm) for norm in norms]
+        self._chosen = chosen
+        self._norms = norms if chosen else []
+
+    @property
+    def diversions(self) -> list[tuple[nn.Module, Callable[[nn.Module], Detour]]]:
+        """Made when asked for: what is kept in here would keep the folded weights until the garbage collector comes."""
+        convolutions = [(m, partial(Convolution, pair=pair, folding=self)) for m, pair in self._chosen]
+        return [*convolutions, *((norm, Norm) for norm in self._norms)]
 
     def decision(self) -> Decision | None:
         """What has come of it, for the plan; None as long as no convolution was called."""
@@ -155,7 +163,7 @@ class Convolution(Detour):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._pair.called:
             return self._watched(*args, **kwargs)
-        call = current_call()
+        call = sending_call()
         if call is None or kwargs or len(args) != 1 or type(args[0]) is not Tensor or torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         x = args[0]
@@ -173,6 +181,8 @@ class Convolution(Detour):
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         self._pair.called = True
+        if _caller_asks_for_types():
+            self._pair.refuse("the forward that calls a convolution asks for types, and a folded output has one of its own")
         output = self.run(*args, **kwargs)
         if isinstance(output, Tensor) and output.dim() == self._dim:
             _latest.output, _latest.pair = weakref.ref(output), self._pair
@@ -197,6 +207,14 @@ class Convolution(Detour):
         twin = object.__new__(type(module))
         vars(twin).update(vars(module), _parameters=dict(zip(("weight", "bias"), weights, strict=True)))
         return twin.forward(x)
+
+
+def _caller_asks_for_types() -> bool:
+    """Whether the function that calls the layer, which may look at what comes out of it, has `type` in its code."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename in (__file__, nn.modules.module.__file__) and frame.f_back is not None:
+        frame = frame.f_back
+    return not {"type", "__class__"}.isdisjoint(frame.f_code.co_names)
 
 
 def _growth(convolution: Any, *, transposed: bool) -> float:

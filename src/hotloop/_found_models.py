@@ -22,8 +22,17 @@ def in_arguments(values: Any) -> Iterator[nn.Module]:
     return _walk(values, set())
 
 
+def _is_model(value: Any) -> bool:
+    try:
+        return isinstance(value, nn.Module)
+    except Exception:  # a proxy of something that is not there, such as the request of a web framework
+        return False
+
+
 def _walk(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
+    if type(value) is Tensor:  # there may be thousands
+        return
+    if _is_model(value):
         yield value
     elif isinstance(value, types.MethodType):
         yield from _walk(value.__self__, seen)
@@ -59,11 +68,11 @@ def held_by(instance: Any) -> Iterator[nn.Module]:
 
 def _among(values: Iterable[Any]) -> Iterator[nn.Module]:
     for value in values:
-        if isinstance(value, nn.Module):
+        if _is_model(value):
             yield value
         elif type(value) in (list, tuple, dict):
             items = value.values() if type(value) is dict else value
-            yield from (item for item in islice(items, _FIRST) if isinstance(item, nn.Module))
+            yield from filter(_is_model, islice(items, _FIRST))
 
 
 class NamedModels:

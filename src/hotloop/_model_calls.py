@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hotloop._call import call
-from hotloop._deferred import current_call, settled
+from hotloop._call import call, finished
+from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
+from hotloop._facts import Facts, machine, traits
+from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts
+from hotloop._plan import Plan
+from hotloop._recovery import Recovery
+from hotloop.transforms import memory_format
 
 
 @dataclass(frozen=True)
@@ -34,24 +42,41 @@ asked: ContextVar[Region | None] = ContextVar("asked", default=None)
 class ModelCall(Detour):
     """The call of a plain model as that of a wrapped one, and of a wrapped one in the precision asked for.
 
-    The models inside a model are called as it calls them.
+    The models inside a model are called as it calls them. `parts` are all of its modules.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, wrapped: bool) -> None:
+    def __init__(self, module: nn.Module, parts: Sequence[nn.Module], device: torch.device, *, wrapped: bool) -> None:
         super().__init__(module)
         self._device_type = device.type
-        # A model whose own parameters are 16-bit gives what it gives: the next one may be its like.
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-        in_16_bits = dtype in (torch.float16, torch.bfloat16)
-        self._live = None if wrapped else Live(Parts(module, device=device), inference="grad", exact=in_16_bits)
+        self._parts = parts
+        self._live: Live | None = None
+        self._laid_out: _LaidOut | None = None
+        if not wrapped:
+            # A model whose own parameters are 16-bit gives what it gives: the next one may be its like.
+            dtype = next((p.dtype for p in _parameters(parts) if p.is_floating_point()), None)
+            self._live = Live(Parts(module, device=device), inference="grad", exact=dtype in (torch.float16, torch.bfloat16))
+            self._laid_out = _laid_out(self._live, parts, dtype)
+        # Nothing to move without an accelerator, nothing to fold: a tiny model takes no longer than looking for it.
+        moves = device.type != "cpu" or torch.accelerator.is_available()
+        folds = any(isinstance(part, NORMS) for part in parts)
+        self._light = None if moves or folds or self._laid_out else self._live
 
     def renew(self) -> None:
-        self._parameters: list[nn.Parameter] = []
+        self._casts_of: list[nn.Parameter] = []
         self._seen: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current_call() is not None:
+        if in_call():
             return self.run(*args, **kwargs)
+        light = self._light
+        if light is not None and not torch.is_autocast_enabled(self._device_type) and not torch.compiler.is_compiling():
+            output = silent(self.run, args, kwargs)
+            if type(output) is Tensor and output.dtype is torch.float32:
+                return output
+            return finished(output, light, light.parts)
+        if self._laid_out is not None and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts):
+            # A hook may do with a feature map what its layout does not bear.
+            return self._laid_out.call(self._settled, args, kwargs)
         if self._live is not None:
             return call(self._settled, self._live, args, kwargs)
         region = asked.get()
@@ -68,9 +93,45 @@ class ModelCall(Detour):
     def _drop_stale_casts(self) -> None:
         # Autocast keeps the casts of the weights as long as a region is open, also when the weights change (a state that is
         # loaded, a step that trains); and before torch 2.10 those made without gradients are used with them.
-        if not self._parameters:
-            self._parameters = [p for p in self.module.parameters() if not p.is_inference()]
-        now = [torch.is_grad_enabled(), *[p._version for p in self._parameters]]
+        if not self._casts_of:
+            self._casts_of = [p for p in self.module.parameters() if not p.is_inference()]
+        now = [torch.is_grad_enabled(), *[p._version for p in self._casts_of]]
         if now != self._seen:
             torch.clear_autocast_cache()
             self._seen = now
+
+
+# The layout of the images of plain models: what it was decided for, and a plan, which remembers what had to be taken back.
+_layouts: Any = WeakIdKeyDictionary()
+
+
+class _LaidOut:
+    """The calls of a plain model in channels_last, until one of them fails in it."""
+
+    def __init__(self, live: Live, plan: Plan) -> None:
+        decision = plan[memory_format.NAME]
+        self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
+        self._live.plan = plan
+        self._recovery = Recovery([self._live], [(decision, "off")])
+
+    def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._recovery.attempt(self._live, partial(call, run, self._live, args, kwargs))
+
+
+def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None) -> _LaidOut | None:
+    """The calls of a plain model in channels_last, where `optimize` would choose it as well."""
+    if not any(isinstance(part, nn.Conv2d | nn.ConvTranspose2d) for part in parts):
+        return None
+    module, device = live.parts.model, live.parts.device
+    decided_for = (device, dtype, tuple(map(id, parts)))
+    known = _layouts.get(module)
+    if known is None or known[0] != decided_for:
+        decision = memory_format.decide(Facts(machine(), traits([module]), device=device), "auto")
+        known = _layouts[module] = decided_for, Plan([decision])
+    plan = known[1]
+    return _LaidOut(live, plan) if plan[memory_format.NAME].choice == "on" else None
+
+
+def _parameters(parts: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    # `Module.parameters()` builds a name for each one, which takes several times as long.
+    return (p for part in parts for p in part._parameters.values() if p is not None)

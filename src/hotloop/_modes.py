@@ -57,7 +57,7 @@ class Modes:
             flags = [_release(module, flag) for module, flag in zip(self.modules, self._give_back, strict=True)]
             error: BaseException | None = None
             for module, flag in zip(self.modules, flags, strict=True):
-                if module.training is not flag:
+                if _flag(module) is not flag:
                     try:
                         if _overrides(module):
                             module.train(flag)  # may set what is below as well: that comes later in the list
@@ -90,10 +90,10 @@ def _hold(module: nn.Module) -> bool:
     """Count one more evaluation, and tell which flag it must give back when it is not the last one out."""
     held = _held.get(id(module))
     if held is None:
-        held = _held[id(module)] = _Held(module.training)
+        held = _held[id(module)] = _Held(_flag(module))
         flag = False
     else:
-        flag = module.training  # True where the body of an outer evaluation trains
+        flag = _flag(module)  # True where the body of an outer evaluation trains
     held.count += 1
     return flag
 
@@ -110,19 +110,27 @@ def _release(module: nn.Module, flag: bool) -> bool:
 def _evaluate(module: nn.Module, *, outermost: bool = False) -> None:
     # What `module.eval()` does, without the seven microseconds that it takes for each plain submodule.
     if not _overrides(module):
-        if module.training:
+        if _flag(module):
             _set(module, False)
         for child in module._modules.values():
             if child is not None:
                 _evaluate(plain(child))
     elif outermost:
-        module.eval()
+        try:
+            module.eval()
+        except NotImplementedError:
+            if "eval" not in vars(module):  # the module of an exported program: what it does is settled
+                raise
     else:
         module.train(False)
 
 
 def _any_in_training(modules: Iterable[nn.Module]) -> bool:
-    return any(module.training for module in modules)
+    return any(map(_flag, modules))
+
+
+def _flag(module: nn.Module) -> bool:
+    return getattr(module, "training", False)  # frozen scripted modules have lost theirs
 
 
 def _set(module: nn.Module, flag: bool) -> None:

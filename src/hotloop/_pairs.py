@@ -56,7 +56,9 @@ class Sent:
         self.refuse("the output of a convolution is used by others than its BatchNorm")
         if self._given._version != self._version:
             raise RuntimeError("the input of a convolution was changed in place before its output was used")
-        return self._run(self._given)  # type: ignore[no-any-return]
+        plain = self._run(self._given)
+        del self._given  # a tensor that is kept keeps no other
+        return plain  # type: ignore[no-any-return]
 
     def refuse(self, why: str) -> None:
         self.pair.refuse(why)

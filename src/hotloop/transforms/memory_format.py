@@ -20,14 +20,14 @@ from hotloop._plan import Decision
 from hotloop._rebind import fit_state
 from hotloop._tree import map_leaves
 
-_NAME = "channels_last"
+NAME = "channels_last"
 _LAYOUT = torch.channels_last
 
 
 def decide(facts: Facts, wish: Any) -> Decision:
     """On for models whose convolutions are all 2-D, where it pays; floating inputs of four dimensions follow."""
     if wish is None or wish is False:
-        return Decision(_NAME, "off", "asked for: images and weights stay as they are")
+        return Decision(NAME, "off", "asked for: images and weights stay as they are")
     if wish is not True and wish != "auto":
         raise ValueError(f"optimize(..., channels_last={wish!r}): channels_last is 'auto', True or False; write one of these")
     if wish is True:
@@ -36,10 +36,10 @@ def decide(facts: Facts, wish: Any) -> Decision:
             raise ValueError(f"optimize(..., channels_last=True): {problem}; write channels_last='auto', or leave it away")
         return _decision("asked for: weights and 4-D inputs; rounds differently (1e-6)", weights=True)
     if facts.traits.channels_last:
-        return Decision(_NAME, "as it is", "the weights are in channels_last already: your choice")
+        return Decision(NAME, "as it is", "the weights are in channels_last already: your choice")
     problem = _unwise(facts)
     if problem:
-        return Decision(_NAME, "off", problem)
+        return Decision(NAME, "off", problem)
     gain = "tensor cores read this layout" if facts.device.type == "cuda" else "such models take 0.5 to 1.0 of the time"
     return _decision(
         f"{gain}; 4-D inputs follow, weights and outputs stay as they are; rounds differently (1e-6)", weights=False
@@ -121,7 +121,7 @@ def _decision(why: str, *, weights: bool) -> Decision:
             on_outputs=tuple(f for f in parts.on_outputs if f is not _contiguous),
         )
 
-    return Decision(_NAME, "on", why, apply, revert)
+    return Decision(NAME, "on", why, apply, revert)
 
 
 def _convert(module: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:

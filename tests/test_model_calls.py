@@ -1,0 +1,201 @@
+"""Calls of models inside an evaluation: the layout of images, gradients that the body asks for, scripting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotloop import _facts, fast_eval, optimize
+from observing import Operators
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def deep() -> nn.Sequential:
+    """Deep enough for channels_last to pay."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), *[nn.Conv2d(16, 16, 1) for _ in range(6)], nn.ReLU())
+
+
+class Seen(nn.Module):
+    """What its layers see: whether the images were in channels_last, and how often it was called."""
+
+    def __init__(self, *, view: bool = False, body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = deep() if body is None else body
+        self.view = view
+        self.laid_out: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        self.laid_out.append(h.is_contiguous(memory_format=torch.channels_last))
+        return h.view(len(h), -1) if self.view else h
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which channels_last is known to pay."""
+    monkeypatch.setattr(_facts, "_is_x86", lambda: True)
+
+
+@fast_eval
+def output(model: nn.Module, x: Tensor) -> Any:
+    return model(x)
+
+
+@pytest.mark.usefixtures("pays")
+class TestPlainModelsInChannelsLast:
+    def test_images_are_laid_out_and_outputs_and_weights_are_not(self) -> None:
+        model = Seen().eval()
+        strides = [p.stride() for p in model.parameters()]
+        expected = model(X).detach()
+        made = output(model, X)
+        assert model.laid_out == [False, True]
+        assert made.is_contiguous()
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+        assert [p.stride() for p in model.parameters()] == strides
+        model(X)
+        assert model.laid_out[-1] is False  # outside nothing has changed
+
+    @pytest.mark.parametrize(
+        "make", [lambda: nn.Conv2d(3, 4, 3), lambda: nn.Sequential(*deep(), nn.InstanceNorm2d(16)), lambda: deep().double()]
+    )
+    def test_not_where_optimize_would_leave_it(self, make: Any) -> None:
+        model = Seen(body=make())
+        output(model, X.to(next(model.parameters()).dtype))
+        assert model.laid_out == [False]
+
+    def test_not_for_a_model_wrapped_with_exact(self) -> None:
+        model = Seen()
+        with torch.no_grad():
+            expected = model.eval()(X)
+        assert torch.equal(output(optimize(model, exact=True), X), expected)
+
+    def test_a_forward_that_cannot_bear_it_is_run_without_it_from_then_on(self) -> None:
+        model = Seen(view=True)
+        for _ in range(2):
+            assert output(model, X).shape == (4, 16 * 14 * 14)
+        assert model.laid_out == [True, False, False]
+
+    def test_hooked_models_are_left_alone(self) -> None:
+        model = Seen()
+        features: list[Tensor] = []
+        handle = model.body[0].register_forward_hook(lambda module, inputs, made: features.append(made.view(4, -1)))
+        output(model, X)
+        handle.remove()
+        output(model, X)
+        assert (model.laid_out, len(features)) == ([False, True], 1)
+
+    def test_other_layers_make_another_choice(self) -> None:
+        model = Seen(body=nn.Conv2d(3, 16, 3))
+        output(model, X)
+        model.body = deep()
+        output(model, X)
+        assert model.laid_out == [False, True]
+
+    def test_inputs_of_other_shapes_are_left(self) -> None:
+        """Cases F1, F3."""
+        seen: list[Any] = []
+
+        class Many(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = deep()
+
+            def forward(self, batch: dict[str, Tensor]) -> Tensor:
+                seen.append({key: (value.stride(), value.dtype) for key, value in batch.items()})
+                return self.body(batch["x"])
+
+        batch = {
+            "x": X,
+            "mask": torch.ones(4, 3, 16, 16, dtype=torch.long),
+            "t": torch.ones(2, 3),
+            "v": torch.ones(2, 3, 4, 4, 4),
+        }
+        output(Many(), batch)
+        for key in ("mask", "t", "v"):
+            assert seen[0][key] == (batch[key].stride(), batch[key].dtype)
+        assert seen[0]["x"][0] != X.stride()
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_gradients_that_the_body_enables_reach_every_model(wrap: bool) -> None:
+    """Case N7: as under plain torch, `enable_grad` gives a graph, and without it there is none."""
+    net = nn.Linear(3, 2)
+    model: Any = optimize(net) if wrap else net
+
+    @fast_eval
+    def body(x: Tensor) -> Any:
+        without = model(x).requires_grad
+        with torch.enable_grad():
+            loss = model(x).square().sum()
+            (gradient,) = torch.autograd.grad(loss, net.weight)
+        return {"without": without, "gradient": gradient}
+
+    made = body(torch.ones(1, 3))
+    assert made["without"] is False
+    expected = torch.autograd.grad(net(torch.ones(1, 3)).square().sum(), net.weight)[0]
+    assert torch.equal(made["gradient"], expected)
+    # The rule of wrapped models holds again outside, and in the caller of a generator.
+    assert model.eval()(torch.ones(1, 3)).requires_grad is not wrap
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [False, True])
+def test_scripting_inside_the_body(wrap: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x))
+
+    net = Net()
+    model: Any = optimize(net, precision="fp32") if wrap else net
+
+    @fast_eval
+    def both(x: Tensor) -> Any:
+        return model(x).sum(), torch.jit.script(net)(x).sum()
+
+    plain, scripted = both(X)
+    assert plain == pytest.approx(scripted, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_a_frozen_scripted_model_which_has_no_mode() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    frozen = torch.jit.freeze(torch.jit.script(net))
+    assert torch.equal(output(frozen, X), frozen(X))
+
+
+def test_an_exported_program_whose_modes_are_settled() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
+    exported = torch.export.export(net.eval(), (torch.ones(1, 3),)).module()
+    assert torch.equal(output(exported, torch.ones(1, 3)), net(torch.ones(1, 3)))
+    assert exported.training  # as it came
+
+
+def test_an_eval_method_of_the_class_that_is_not_implemented_raises() -> None:
+    class Net(nn.Linear):
+        def eval(self) -> Any:
+            raise NotImplementedError
+
+    model = Net(2, 2)
+    with pytest.raises(NotImplementedError):
+        output(model, torch.ones(1, 2))
+    assert model.training
+
+
+def test_a_small_model_runs_no_operator_more() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def counted(run: Any) -> int:
+        with Operators() as operators, torch.no_grad():
+            run(model, torch.ones(2, 3))
+        return len(operators.seen)
+
+    assert counted(output) == counted(lambda model, x: model(x))
