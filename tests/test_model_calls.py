@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop import _facts, fast_eval, optimize
-from observing import Operators
+from observing import Operators, in_threads
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -79,6 +79,16 @@ class TestPlainModelsInChannelsLast:
         for _ in range(2):
             assert output(model, X).shape == (4, 16 * 14 * 14)
         assert model.laid_out == [True, False, False]
+
+    def test_of_several_threads_one_finds_out_for_all(self) -> None:
+        model = Seen(view=True)
+
+        @fast_eval
+        def body(x: Tensor) -> None:
+            in_threads([lambda: model(x)] * 8)
+
+        body(X)
+        assert model.laid_out.count(True) == 1
 
     def test_hooked_models_are_left_alone(self) -> None:
         model = Seen()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -113,9 +114,17 @@ class _LaidOut:
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
         self._live.plan = plan
         self._recovery = Recovery([self._live], [(decision, "off")])
+        self._first = threading.Lock()
+        self._proven = False
 
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._recovery.attempt(self._live, partial(call, run, self._live, args, kwargs))
+        attempt = partial(call, run, self._live, args, kwargs)
+        if self._proven:
+            return self._recovery.attempt(self._live, attempt)
+        with self._first:  # of several threads, one finds out for all
+            result = self._recovery.attempt(self._live, attempt)
+            self._proven = True
+            return result
 
 
 def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None) -> _LaidOut | None:
