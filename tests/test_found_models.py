@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import UserDict, deque, namedtuple
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -200,3 +201,29 @@ def test_objects_that_do_not_tell_their_class_are_no_models() -> None:
         return net, absent
 
     assert [*NamedModels(named)] == [net]
+
+
+STATE = SimpleNamespace(model=nn.Linear(1, 1), other=nn.Linear(2, 2))
+
+
+def test_models_that_a_named_object_holds() -> None:
+    local = SimpleNamespace(decoder=nn.Linear(3, 3), absent=None)
+
+    def named(x: Any) -> Any:
+        return [local.decoder(STATE.model(item)) for item in x], local.absent, STATE.missing
+
+    assert {*NamedModels(named)} == {STATE.model, local.decoder}
+
+
+def test_looking_for_models_computes_no_attribute() -> None:
+    class Lazy:
+        @property
+        def model(self) -> nn.Module:
+            raise AssertionError("computed")
+
+    lazy = Lazy()
+
+    def named() -> Any:
+        return lazy.model
+
+    assert [*NamedModels(named)] == []

@@ -344,3 +344,59 @@ def test_tensors_on_a_device_are_indexed_there(sampler, indexed, one_by_one, ite
     for batch, other in zip(batches, expected, strict=True):
         assert type(batch) is list
         assert all(a.device.type == "simgpu" and torch.equal(a.cpu(), b) for a, b in zip(batch, other, strict=True))
+
+
+def replace_tensors(dataset):
+    dataset.tensors = tuple(t.flip(0) for t in dataset.tensors)
+
+
+def shrink(dataset):
+    dataset.tensors = tuple(t[:6] for t in dataset.tensors)
+
+
+def other_kind(dataset):
+    dataset.tensors = (dataset.tensors[0].to_sparse(), *dataset.tensors[1:])
+
+
+def replace_dataset(subset):
+    subset.dataset = TensorDataset(*(t.flip(0) for t in subset.dataset.tensors))
+
+
+def replace_indices(subset):
+    subset.indices = [0] * N
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("change", "subset"),
+    [
+        (replace_tensors, False),
+        (lambda dataset: dataset.tensors[0].neg_(), False),
+        (shrink, False),
+        (other_kind, False),
+        (replace_dataset, True),
+        (replace_indices, True),
+        (lambda subset: subset.indices.reverse(), True),
+        (lambda subset: subset.indices.clear(), True),
+    ],
+)
+def test_a_data_set_that_changes_between_two_batches(change, subset, shuffle):
+    """What a batch holds is looked up when it is made, as DataLoader does it: not when the pass begins."""
+
+    def seen(wrap):
+        torch.manual_seed(0)
+        dataset = Subset(data(), list(range(N))) if subset else data()
+        batches = []
+        try:
+            for batch in wrap(DataLoader(dataset, 4, shuffle=shuffle)):
+                batches.append([t.clone() for t in batch])
+                if len(batches) == 2:
+                    change(dataset)
+        except Exception as error:
+            batches.append(type(error))
+        return batches
+
+    expected, got = seen(lambda loader: loader), seen(lambda loader: prefetch(loader, "cpu"))
+    assert len(expected) == len(got)
+    for batch, own in zip(expected, got, strict=True):
+        assert batch == own if isinstance(batch, type) else all(map(torch.equal, batch, own))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop import _facts, fast_eval, optimize
+from hotloop._tree import leaves as _leaves
 from observing import Operators, in_threads
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -68,6 +69,17 @@ class TestPlainModelsInChannelsLast:
         output(model, X.to(next(model.parameters()).dtype))
         assert model.laid_out == [False]
 
+    def test_the_body_can_view_what_a_model_returns(self) -> None:
+        """Case F6."""
+
+        @fast_eval
+        def hits(model: nn.Module, x: Tensor) -> Any:
+            return (model(x).topk(2, dim=1).values.view(-1) > 0).sum()
+
+        model = Seen().eval()
+        assert hits(model, X) == int((model(X).topk(2, dim=1).values > 0).sum())
+        assert model.laid_out[0] is True
+
     def test_not_for_a_model_wrapped_with_exact(self) -> None:
         model = Seen()
         with torch.no_grad():
@@ -75,6 +87,7 @@ class TestPlainModelsInChannelsLast:
         assert torch.equal(output(optimize(model, exact=True), X), expected)
 
     def test_a_forward_that_cannot_bear_it_is_run_without_it_from_then_on(self) -> None:
+        """Case F5."""
         model = Seen(view=True)
         for _ in range(2):
             assert output(model, X).shape == (4, 16 * 14 * 14)
@@ -98,6 +111,27 @@ class TestPlainModelsInChannelsLast:
         handle.remove()
         output(model, X)
         assert (model.laid_out, len(features)) == ([False, True], 1)
+
+    @pytest.mark.parametrize("keep", [lambda h: h, lambda h: [h], lambda h: {"h": h}], ids=["alone", "list", "dict"])
+    def test_feature_maps_that_the_model_keeps_can_be_viewed_by_the_body(self, keep: Any) -> None:
+        class Keeps(Seen):
+            def forward(self, x: Tensor) -> Tensor:
+                self.feature = keep(self.body(x))
+                self.laid_out.append(next(_leaves(self.feature)).is_contiguous(memory_format=torch.channels_last))
+                return next(_leaves(self.feature)).mean((2, 3))
+
+        model = Keeps()
+
+        @fast_eval
+        def body(x: Tensor) -> Any:
+            model(x)
+            first = next(_leaves(model.feature)).view(4, -1).sum()
+            model(x)
+            return first, next(_leaves(model.feature)).view(4, -1).sum()
+
+        first, second = body(X)
+        assert first == pytest.approx(second, rel=1e-4, abs=1e-4)
+        assert model.laid_out == [True, False]
 
     def test_other_layers_make_another_choice(self) -> None:
         model = Seen(body=nn.Conv2d(3, 16, 3))

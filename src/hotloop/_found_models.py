@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import inspect
 import types
@@ -76,12 +77,16 @@ def _among(values: Iterable[Any]) -> Iterator[nn.Module]:
 
 
 class NamedModels:
-    """The models that a function names: in its closure, in the globals that its code looks up, and as defaults."""
+    """The models that a function names: in its closure, in the globals that its code looks up, and as defaults.
+
+    Also those that it takes from an object of these by an attribute, as in `state.model(x)`.
+    """
 
     def __init__(self, function: Any) -> None:
         function = _innermost(function)
         self._function = function if isinstance(function, types.FunctionType) else None
         self._names = tuple(dict.fromkeys(_names(function.__code__))) if self._function is not None else ()
+        self._attributes = tuple(dict.fromkeys(_attributes(function.__code__))) if self._function is not None else ()
 
     def __iter__(self) -> Iterator[nn.Module]:
         function = self._function
@@ -89,8 +94,18 @@ class NamedModels:
             return
         yield from _among(_contents(function))
         yield from _among(function.__globals__[name] for name in self._names if name in function.__globals__)
+        yield from filter(_is_model, self._taken(function))
         yield from _among(function.__defaults__ or ())
         yield from _among((function.__kwdefaults__ or {}).values())
+
+    def _taken(self, function: types.FunctionType) -> Iterator[Any]:
+        enclosed = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name, attribute in self._attributes:
+            try:
+                owner = enclosed[name].cell_contents if name in enclosed else function.__globals__[name]
+                yield vars(owner).get(attribute)  # what the object holds; nothing is computed by looking
+            except Exception:  # a name of the builtins, a variable that is not assigned yet, an object without a dictionary
+                continue
 
 
 def _innermost(function: Callable[..., Any]) -> Any:
@@ -109,6 +124,22 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # an inner function or comprehension
             yield from _names(constant)
+
+
+def _attributes(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """The attributes that the code takes from what it names, as `("state", "model")`."""
+    name = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            name = instruction.argval
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and name is not None:
+            yield name, instruction.argval
+            name = None
+        else:
+            name = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _attributes(constant)
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:

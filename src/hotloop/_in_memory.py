@@ -87,42 +87,57 @@ class _WholeBatches(Iterator[Any]):
 
     def __init__(self, loader: DataLoader[Any], started: Iterator[Any], tensors: tuple[Tensor, ...], pins: bool) -> None:
         self._loader = loader
-        self._tensors = tensors
+        self._tensors: tuple[Tensor, ...] | None = tensors
         self._pins = pins
         self._device = tensors[0].device
-        self._subsets = subsets(loader.dataset)[:-1]
+        self._length = len(tensors[0])
+        # Of a subset the sampler's numbers are not those of rows: which these are is looked up batch by batch.
+        to_index = self._index if loader.dataset is subsets(loader.dataset)[-1] else _no_index
         batches = loader.batch_sampler
         ahead = _readable_ahead(batches)
-        self._batches = _in_chunks(batches, self._index) if ahead else _one_by_one(started, self._index)
+        self._batches = _in_chunks(batches, to_index) if ahead else _one_by_one(started, to_index)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __next__(self) -> list[Tensor]:
         index, items = next(self._batches)
-        batch = None if index is None else self._rows(index)
+        batch = self._rows(index, items)
         if batch is None:
             batch = self._loader.collate_fn([self._loader.dataset[item] for item in items])
         return [tensor.pin_memory() for tensor in batch] if self._pins else batch
 
-    def _rows(self, index: Tensor) -> list[Tensor] | None:
+    def _rows(self, index: Tensor | None, items: list[Any]) -> list[Tensor] | None:
         try:
+            # Between two batches the user may have changed what they are taken of: torch looks at each batch, and so does this.
+            dataset: Any = self._loader.dataset
+            rows = items
+            while type(dataset) is Subset:
+                dataset, rows = dataset.dataset, list(map(dataset.indices.__getitem__, rows))
+            if rows is not items:
+                index = self._index(rows)
+            if dataset.tensors is not self._tensors:
+                self._tensors = in_memory(self._loader) if self._device.type == "cpu" else None
+            if index is None or self._tensors is None:
+                return None
             return [tensor.index_select(0, index) for tensor in self._tensors]
         except Exception:
             return None  # an index that counts from the end; or the dataset says itself what is wrong
 
     def _index(self, items: list[Any]) -> Tensor | None:
         try:
-            for subset in self._subsets:
-                items = list(map(subset.indices.__getitem__, items))
             numbers = array("q", items)  # takes integers alone, and is five times faster to fill than a tensor
             index = torch.frombuffer(numbers, dtype=torch.int64)
             if self._device.type == "cpu":
                 return index
-            inside = min(numbers) >= 0 and max(numbers) < len(self._tensors[0])  # a GPU does not survive what is outside
+            inside = min(numbers) >= 0 and max(numbers) < self._length  # a GPU does not survive what is outside
             return send_tensor(index, self._device) if inside else None
         except Exception:
             return None
+
+
+def _no_index(items: list[Any]) -> None:
+    return None
 
 
 def _readable_ahead(batches: Any) -> bool:

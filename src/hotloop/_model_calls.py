@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -105,12 +106,15 @@ class ModelCall(Detour):
 # The layout of the images of plain models: what it was decided for, and a plan, which remembers what had to be taken back.
 _layouts: Any = WeakIdKeyDictionary()
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
 
 class _LaidOut:
-    """The calls of a plain model in channels_last, until one of them fails in it."""
+    """The calls of a plain model in channels_last, until one of them fails in it, or shows that the body might."""
 
-    def __init__(self, live: Live, plan: Plan) -> None:
-        decision = plan[memory_format.NAME]
+    def __init__(self, live: Live, parts: Sequence[nn.Module], plan: Plan) -> None:
+        self._parts, self._decision = parts, plan[memory_format.NAME]
+        decision = self._decision
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
         self._live.plan = plan
         self._recovery = Recovery([self._live], [(decision, "off")])
@@ -123,8 +127,17 @@ class _LaidOut:
             return self._recovery.attempt(self._live, attempt)
         with self._first:  # of several threads, one finds out for all
             result = self._recovery.attempt(self._live, attempt)
+            if kept := [tensor for tensor in _attributes(self._parts) if tensor.dim() == 4 and not tensor.is_contiguous()]:
+                self._leave(kept)
             self._proven = True
             return result
+
+    def _leave(self, kept: list[Tensor]) -> None:
+        """Give the feature maps that the model keeps, which the body may view, the layout that they have without."""
+        for tensor in kept:
+            tensor.data = tensor.data.contiguous()
+        self._live.parts = self._decision.revert(self._live.parts)
+        self._live.plan.record(replace(self._decision, choice="off", why="the model keeps feature maps"))
 
 
 def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None) -> _LaidOut | None:
@@ -138,7 +151,16 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
         decision = memory_format.decide(Facts(machine(), traits([module]), device=device), "auto")
         known = _layouts[module] = decided_for, Plan([decision])
     plan = known[1]
-    return _LaidOut(live, plan) if plan[memory_format.NAME].choice == "on" else None
+    return _LaidOut(live, parts, plan) if plan[memory_format.NAME].choice == "on" else None
+
+
+def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that modules hold besides their parameters and buffers, alone or among the first items of a container."""
+    for part in parts:
+        for name, value in vars(part).items():
+            if name not in _OF_EVERY_MODULE:
+                items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+                yield from (item for item in islice(items, 100) if isinstance(item, Tensor))
 
 
 def _parameters(parts: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
