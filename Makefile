@@ -63,9 +63,8 @@ docs: $(VENV)/.docs         ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dist: $(VENV)/.dev          ## wheel and source distribution, into dist/
-	$(PIP) build hatchling
 	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m hatchling build -d dist
 
 clean:                      ## remove what was built
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage demo.png
