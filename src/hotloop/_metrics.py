@@ -21,9 +21,12 @@ class Metrics(Mapping[str, float]):
     keep working. `dict(m)` is plain data. On an accelerator the first look waits for the step's own values, and only for
     them; on the CPU nothing ever waits.
 
-    >>> m = Metrics(["loss"], Reading([torch.tensor(0.5)]))
-    >>> m["loss"], f"{m:.2f}", m.updated, m.skipped
-    (0.5, '0.50', True, False)
+    >>> from hotloop import optimize
+    >>> net = nn.Linear(4, 2)
+    >>> _, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    >>> m = step(0 * net(torch.ones(1, 4)).sum() + 0.5, accuracy=1)
+    >>> m["loss"], f"{m:.2f}", m["accuracy"], m.updated, m.skipped
+    (0.5, '0.50', 1, True, False)
     """
 
     __slots__ = ("_names", "_output", "_reading", "_updated")

@@ -33,6 +33,12 @@ class Plan:
 
     `print(step.plan)` shows a table, a notebook shows it as HTML, and `as_dict()` gives
     `{name: {"choice": ..., "why": ...}}`. A choice that changes at run time (a fall-back, a measured winner) shows here too.
+
+    >>> from hotloop import optimize
+    >>> net = nn.Linear(4, 2)
+    >>> plan = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss()).step.plan
+    >>> plan["compile"].choice, plan["channels_last"].why
+    ('off', 'the model has no 2-D convolution')
     """
 
     __slots__ = ("_decisions",)
