@@ -53,6 +53,15 @@ def test_perceptual_loss(example: Any) -> None:
     assert result["restored"] > result["shrunk"] + 0.2
 
 
+def test_distributed_classifier_alone(example: Any) -> None:
+    """Under torchrun it is tested in tests/distributed."""
+    result = example("distributed_classifier")(epochs=5, device="cpu")
+    assert result["updates"] == 5 * 22
+    assert result["lr"] < 1e-9, "the schedule has come to its end"
+    assert result["accuracy"] == result["accuracy, shared"] > 0.9
+    assert result["accuracy of the average"] > 0.9
+
+
 def test_segmentation(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     result = example("segmentation")(epochs=2)
     assert result["before"] < 0.5

@@ -40,9 +40,14 @@ def check(
                     "before optimize"
                 )
             mine[f"in model {i} the parameter {name!r}"] = f"{tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+    if not any(p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimize(...) in several processes: no parameter of the optimizer requires grad, so there is nothing to average; "
+            "unfreeze some first"
+        )
     told = everyone((mine, host(), _identity(device)))
     _compare([items for items, _, _ in told])
-    _check_devices([place for _, *place in told])
+    check_devices([(name, identity) for _, name, identity in told])
 
 
 def _compare(told: list[dict[str, Any]]) -> None:
@@ -65,7 +70,8 @@ def _identity(device: torch.device) -> str | None:
     return str(getattr(properties, "uuid", device))
 
 
-def _check_devices(places: list[list[Any]]) -> None:
+def check_devices(places: Sequence[tuple[str, str | None]]) -> None:
+    """Raise if two ranks, each given as its machine and its accelerator, share one."""
     for rank, place in enumerate(places):
         if place[1] is not None and places.index(place) != rank:
             raise ValueError(

@@ -9,7 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotloop import _agreement, _plan
+from hotloop._exchange import Exchange
 from hotloop._facts import Facts
+from hotloop._given import Given, exchange_of
 from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
 from hotloop._recovery import Recovery
@@ -23,8 +25,11 @@ def build(
     wishes: dict[str, Any],
     facts: Facts,
     settings: dict[str, Any],
-) -> list[Live]:
-    """Decide, then apply to every module; the first error undoes everything. Processes must agree on all of it."""
+) -> tuple[list[Live], Exchange | Given | None]:
+    """Decide, then apply to every module; the first error undoes everything.
+
+    Several processes must agree on all of it; what averages their gradients comes second.
+    """
     device, _ = placement.resolve(facts, wishes["device"])
     facts = replace(facts, device=device)
     decisions = []
@@ -38,10 +43,12 @@ def build(
     if isinstance(loss_fn, nn.Module):
         jobs.append((loss_fn, [placed]))  # a loss function is placed, and nothing else
     done: list[Parts] = []
+    exchange = None
     try:
         done.extend(_plan.apply(chosen, Parts(module, tuple(optimizers))) for module, chosen in jobs)
         if done[0].world is not None:
             _agreement.check(modules, optimizers, decisions, settings, device)
+            exchange = exchange_of(modules, optimizers, loss_fn, device)
     except BaseException:
         for parts, (_, chosen) in zip(done, jobs, strict=False):
             _plan.revert(chosen, parts)
@@ -61,7 +68,7 @@ def build(
         live.plan, live.recovery = plan, recovery
         live.companions = [module for module, _ in jobs[len(modules) :]]
         live.moved_from = None if came_from == device or placed.choice == "as it is" else came_from
-    return lives
+    return lives, exchange
 
 
 def remarks(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, schedulers: list[Any]) -> list[Decision]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hotloop import _forms as forms
 from hotloop._exchange import Exchange
-from hotloop._given import Given, given
+from hotloop._given import Given
 from hotloop._metrics import Metrics
 from hotloop._processes import everyone, explain_lost, summed
 from hotloop._step import Step
@@ -28,6 +28,7 @@ class DistributedStep(Step):
         super().__init__(*args, **kwargs)
         self._exchange = exchange
         self._size = dist.get_world_size()
+        self._is_first = True
         self._update.averaged = isinstance(exchange, Exchange)
         self._switch()
 
@@ -51,12 +52,23 @@ class DistributedStep(Step):
             super()._backward(loss, weight)
             return
         try:
-            self._exchange.arm(window_is_open=window.is_open)
-            super()._backward(loss, weight)
-            self._exchange.finish(self._totals(window.count + 1, window.weight + weight / window.reference))
+            if self._is_first:
+                self._is_first = False
+                with warnings.catch_warnings():
+                    # Said once in a process: convolutions of one channel have strides that mean the same and are not equal.
+                    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+                    self._exchanged(loss, weight)
+            else:
+                self._exchanged(loss, weight)
         except RuntimeError as error:
             explain_lost(error)
             raise
+
+    def _exchanged(self, loss: Tensor, weight: float) -> None:
+        window = self._window
+        self._exchange.arm(window_is_open=window.is_open)
+        super()._backward(loss, weight)
+        self._exchange.finish(self._totals(window.count + 1, window.weight + weight / window.reference))
 
     def _totals(self, count: int, weight: float) -> list[float] | None:
         """What the ranks tell each other of a window: only where micro-batches have weights."""
@@ -139,13 +151,6 @@ class DistributedStep(Step):
                 pair[0] += total
                 pair[1] += weight
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
-
-
-def exchange_of(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any, device: torch.device) -> Exchange | Given:
-    """What averages the gradients: the model itself where the user has seen to it, else DDP of our own."""
-    if given(modules):
-        return Given(modules, optimizers, device)
-    return Exchange([*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])], optimizers)
 
 
 def _agreed(weight: float) -> float:

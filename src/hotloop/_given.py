@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,3 +73,12 @@ class Given:
 
     def part(self) -> None:
         """Nothing to remember."""
+
+
+def exchange_of(
+    modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], loss_fn: Any, device: torch.device
+) -> Exchange | Given:
+    """What averages the gradients: the model itself where the user has seen to it, else DDP of our own."""
+    if given(modules):
+        return Given(modules, optimizers, device)
+    return Exchange([*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])], optimizers)

@@ -13,7 +13,7 @@ from typing_extensions import NamedTuple
 from hotloop import _validate
 from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
-from hotloop._distributed_step import DistributedStep, exchange_of
+from hotloop._distributed_step import DistributedStep
 from hotloop._facts import Facts, machine, needs_closure, optimizer_traits, traits
 from hotloop._parts import Live
 from hotloop._plan import Plan
@@ -196,7 +196,7 @@ def optimize(
             tune=(tune, False),
         )
         facts = Facts(machine(), traits(modules), exact=exact, world=world_around())
-        lives = build(modules, [], None, wishes, facts, {})
+        lives, _ = build(modules, [], None, wishes, facts, {})
         return _wrapped(model, lives, inference, called)
     optimizers = _validate.optimizers(optimizer, modules, loss_fn)
     closure = needs_closure(optimizers[0])
@@ -223,15 +223,14 @@ def optimize(
     candidates = trials(facts, wishes) if tune else {}
     wishes.update({name: plain for name, (_, plain) in candidates.items()})
     agreed = {"accumulate": accumulate, "clip_norm": clip_norm, "scheduler": [type(s).__name__ for s in schedulers]}
-    lives = build(modules, optimizers, loss_fn, wishes, facts, agreed)
+    lives, exchange = build(modules, optimizers, loss_fn, wishes, facts, agreed)
     plan: Plan = lives[0].plan
     for decision in remarks(modules, optimizers, loss_fn, schedulers):
         plan.record(decision)
     settings = Settings(loss_fn, accumulate, clip_norm, before_update, metrics, keep_output)
-    if lives[0].parts.world is None:
+    if exchange is None:
         step = Step(lives, optimizers, schedulers, settings, plan, closure=closure)
     else:
-        exchange = exchange_of(modules, optimizers, loss_fn, lives[0].parts.device)
         step = DistributedStep(exchange, lives, optimizers, schedulers, settings, plan, closure=closure)
     if candidates:
         Tuner(step, lives, list(candidates.values()))

@@ -65,12 +65,13 @@ def join(world: World, device: torch.device) -> bool:
 
     NCCL for CUDA, and gloo beside it: what ranks tell each other on the host does not wait for the device.
     """
-    if dist.is_initialized():
-        return False
     backends = "gloo"
     if device.type != "cpu":
         # NCCL, the kernels and `tensor.cuda()` of user code ask for the current device.
         torch.accelerator.set_device_index(device.index)
+    if dist.is_initialized():
+        return False
+    if device.type != "cpu":
         backends = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backends, rank=world.rank, world_size=world.size)
     atexit.register(leave)

@@ -218,6 +218,31 @@ def check_ranks_start_with_the_weights_of_rank_0(rank):
     assert model[1].running_mean.tolist() == [0.0] * 3
 
 
+def check_the_defaults_say_nothing_of_a_convolution_of_one_channel(rank):
+    """channels_last gives its weight gradients in strides that DDP warns of; here a warning is an error."""
+    images = torch.randn(8, 1, 12, 12)
+    plain = nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32)),
+        *(nn.Flatten(), nn.Linear(32 * 64, 3)),
+    )
+    model, step = hotloop.optimize(plain, AdamW(plain.parameters()), LOSS, device="cpu", channels_last=True)
+    for _ in range(3):
+        step(images, torch.randint(3, (8,)))
+    assert_same_on_both(model.state_dict())
+
+
+def check_a_compiled_model(rank):
+    results = []
+    for wish in (False, {"backend": "eager"}):
+        plain = net()
+        model, step = hotloop.optimize(plain, SGD(plain.parameters(), 0.1), LOSS, device="cpu", compile=wish)
+        for batch in batches(3):
+            step(*half(batch, rank))
+        results.append(model.state_dict())
+    assert differences(*results) == []
+    assert_same_on_both(results[0])
+
+
 def check_an_evaluation_on_one_rank_alone_does_not_wait(rank):
     plain = nn.Sequential(net(), nn.BatchNorm1d(3).double())
     model, step = optimize(plain, SGD(plain.parameters(), 0.1), LOSS)
@@ -481,6 +506,7 @@ def check_ranks_must_agree(rank):
     raises(ValueError, other(make=partial(SGD, lr=0.1 * (1 + rank))), "lr= 0.2 on rank 1", "0.1 on rank 0")
     raises(ValueError, other(precision=("fp32", "bf16")[rank], exact=False), "precision= bf16 on rank 1", "fp32 on rank 0")
     raises(ValueError, other(model=nn.LazyLinear(3)), "no shape yet", "one batch")
+    raises(ValueError, other(model=net().requires_grad_(False)), "requires grad", "unfreeze")
     other()()
 
 

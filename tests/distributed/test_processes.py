@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -156,6 +157,31 @@ def test_the_same_script_alone_and_under_torchrun(tmp_path):
     # Each rank has the mean over both, and the group is closed without a word of complaint.
     assert both.stdout.splitlines() == [f"on 2 {alone.stdout.split()[-1]}"] * 2
     assert "destroy_process_group" not in both.stderr
+
+
+def test_the_example_under_torchrun():
+    """EMA, a schedule per update, `step.mean()`, the whole test set on each rank: the same on both, to the last digit shown."""
+    script = str(pair.HERE.parent.parent / "examples" / "distributed_classifier.py")
+    place()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", pair.free_port(), script]
+    done = subprocess.run(
+        [*launch, "--epochs", "5", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    lines = [part for line in done.stdout.splitlines() for part in re.split(r"(?=epoch|accuracy of the average)", line) if part]
+    ends = [line for line in lines if line.startswith("accuracy of the average")]
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    found = dict(pair_.rsplit(" ", 1) for pair_ in ends[0].split(", ") if pair_[-1].isdigit())
+    assert found["updates"] == "110"
+    assert float(found["accuracy"]) > 0.9
+    assert len([line for line in lines if line.startswith("epoch 5: loss")]) == 2
+    assert len({line for line in lines if line.startswith("epoch 5: loss")}) == 1
 
 
 @pytest.mark.parametrize(("dies", "how"), [(0, "raise RuntimeError('out of luck')"), (1, "import os; os._exit(7)")])
