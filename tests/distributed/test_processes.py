@@ -154,8 +154,8 @@ def test_the_same_script_alone_and_under_torchrun(tmp_path):
     ]
     both = subprocess.run(launch, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert both.returncode == 0, both.stderr
-    # Each rank has the mean over both, and the group is closed without a word of complaint.
-    assert both.stdout.splitlines() == [f"on 2 {alone.stdout.split()[-1]}"] * 2
+    # Each rank has the mean over both (their lines may run into each other), and the group is closed without a complaint.
+    assert both.stdout.count(f"on 2 {alone.stdout.split()[-1]}") == both.stdout.count("on") == 2
     assert "destroy_process_group" not in both.stderr
 
 
