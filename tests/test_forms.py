@@ -369,7 +369,7 @@ MODEL_RESULTS = {
     "list": (lambda o, loss: [o], TypeError, r"returned a list of 1"),
     "dict of losses": (lambda o, loss: {"a": loss, "b": loss}, TypeError, r"'a', 'b'.*step\(sum\(losses\.values"),
     "None": (lambda o, loss: None, TypeError, r"returned <NoneType>.*pass loss_fn to optimize"),
-    "logits": (lambda o, loss: o, ValueError, r"the loss has shape \(5, 2\)"),
+    "logits": (lambda o, loss: o, ValueError, r"no loss_fn, a tensor of shape \(5, 2\).*pass loss_fn"),
     "object without": (lambda o, loss: Output(None, o), TypeError, r"returned <Output>"),
     "detached": (lambda o, loss: loss.detach(), RuntimeError, r"does not require grad"),
 }  # fmt: skip

@@ -270,3 +270,19 @@ def test_means_are_what_a_list_of_all_values_gives(steps):
     for name, pairs in kept.items():
         assert math.isclose(sums[name][0], math.fsum(v * w for v, w in pairs), rel_tol=1e-9, abs_tol=1e-3)
         assert math.isclose(sums[name][1], math.fsum(w for _, w in pairs), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("backward", "has run the backward.*remove the line"),
+        ("detach", r"numbers by name, and no tensor; write metrics\['loss'\]"),
+        ("output", "keep_output=True"),
+        ("accuracy", "there is no such attribute"),
+    ],
+)
+def test_lines_of_the_old_loop_on_what_step_returned(name: str, text: str) -> None:
+    metrics = Metrics(["loss"], Reading([torch.tensor(0.5)]))
+    with pytest.raises(AttributeError, match=text):
+        getattr(metrics, name)
+    assert not hasattr(metrics, name)

@@ -73,19 +73,13 @@ def test_the_source_distribution_holds_what_a_clone_does(built: dict[str, Path])
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "site/"))]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["-m", "hotloop", "doctor"], ["-c", "import hotloop; print(hotloop.__file__, hotloop.__version__)"]],
-    ids=["doctor", "import"],
-)
-def test_the_wheel_works(built: dict[str, Path], arguments: list[str], tmp_path: Path) -> None:
+def test_the_wheel_works(built: dict[str, Path], tmp_path: Path) -> None:
     with zipfile.ZipFile(built["whl"]) as wheel:
         wheel.extractall(tmp_path)
+    code = "import hotloop, hotloop.__main__ as shell; print(hotloop.__file__); shell.main(['doctor'])"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    assert hotloop.__version__ in done.stdout
-    if "-c" in arguments:
-        assert done.stdout.startswith(str(tmp_path)), "it is the wheel's, not the clone's"
+    assert done.stdout.startswith(str(tmp_path)), "it is the wheel's, not the clone's"
+    assert "what optimize chooses" in done.stdout

@@ -54,7 +54,7 @@ class BatchLoss:
         output = self._call(args, kwargs, written)
         result = output if loss_fn is None else self._loss(output, target)
         loss, named = (result, {}) if isinstance(result, Tensor) else forms.loss_and_metrics(result, loss_fn is None)
-        forms.check_loss(loss, written)
+        forms.check_loss(loss, written, loss_fn is None)
         if self._settings.metrics is None and not self._settings.keep_output:
             if named:
                 forms.check_metrics(named, written)

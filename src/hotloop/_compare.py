@@ -57,6 +57,11 @@ def compare(make: Callable[[], Any], batches: Iterable[Any], *, steps: int = 100
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"compare(..., steps={steps!r}): steps is how many steps of each loop are timed; pass 1 or more")
+    if isinstance(make, nn.Module) or not callable(make):
+        raise TypeError(
+            f"compare(<{type(make).__name__}>, ...): two models are trained, and made for it; pass a function that builds and "
+            "returns a new (model, optimizer, loss_fn)"
+        )
     changes = sorted(wishes.keys() & _CHANGES)
     if changes:
         raise TypeError(

@@ -109,16 +109,16 @@ def _no_loss(what: str, losses: Mapping[str, Any]) -> str:
     )
 
 
-def check_loss(loss: Any, call: Call, *, in_eval: bool = False) -> None:
-    """Raise unless `loss` is a real scalar that carries a graph."""
+def check_loss(loss: Any, call: Call, own: bool = False, *, in_eval: bool = False) -> None:
+    """Raise unless `loss` is a real scalar that carries a graph. `own`: it is what a model returned, without a loss_fn."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{written(*call)}: the loss is {_kind(loss)}; a loss is a tensor with one element that carries a graph"
         )
     if loss.numel() != 1:
-        raise ValueError(
-            f"{written(*call)}: the loss has shape {tuple(loss.shape)}; a loss has one element: reduce it, for example with .mean()"
-        )
+        what = "the model returned, as its own loss, since there is no loss_fn, a tensor of" if own else "the loss has"
+        fix = "pass loss_fn to optimize, or reduce it" if own else "reduce it, for example with .mean()"
+        raise ValueError(f"{written(*call)}: {what} shape {tuple(loss.shape)}; a loss has one element: {fix}")
     if not loss.requires_grad:
         eval_mode = (
             "the model is in eval mode, where a call keeps no graph: call model.train(), write step(x, y), or wrap it with "

@@ -13,6 +13,12 @@ from hotloop._reading import Reading, join, wide
 # So many steps are summed by one set of operators: a sum for each step would cost operators in every step.
 _CHUNK = 64
 
+_MISSING = {
+    "output": "metrics.output: the step keeps no output, so that its memory is free again; "
+    "write optimize(..., keep_output=True), and call the step with a batch",
+    "backward": "metrics.backward(): step has run the backward and the update already; remove the line",
+}
+
 
 class Metrics(Mapping[str, float]):
     """The numbers of one step: an immutable mapping from names to exact Python numbers, read when they are looked at.
@@ -78,16 +84,18 @@ class Metrics(Mapping[str, float]):
     def output(self) -> Any:
         """The detached output of the model, with `keep_output=True`."""
         if not self._output:
-            raise AttributeError(
-                "metrics.output: the step keeps no output, so that its memory is free again; "
-                "write optimize(..., keep_output=True), and call the step with a batch"
-            )
+            raise AttributeError(_MISSING["output"])
         return self._output[0]
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     if not TYPE_CHECKING:  # a checker refuses these by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            old_line = "step returned numbers by name, and no tensor; write metrics['loss']"
+            default = f"metrics.{name}: {old_line if hasattr(Tensor, name) else 'there is no such attribute'}"
+            raise AttributeError(_MISSING.get(name, default))
 
         def _is_no_number(self, *_: object) -> NoReturn:
             raise TypeError(

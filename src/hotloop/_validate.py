@@ -31,7 +31,8 @@ def models(given: Any) -> list[nn.Module]:
                 "the optimizer"
             )
         if not isinstance(model, nn.Module):
-            raise TypeError(f"optimize({_kind(model)}, ...): the model must be a torch.nn.Module, or a list of modules")
+            order = "; the model comes first, then the optimizer" if isinstance(model, Optimizer) else ""
+            raise TypeError(f"optimize({_kind(model)}, ...): the model must be a torch.nn.Module, or a list of modules{order}")
         if live_of(model) is not None:
             raise ValueError(
                 "optimize(model, ...): this model is wrapped already, and would be moved and cast twice; pass the plain module, "
