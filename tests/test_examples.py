@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from parity.twins import differences
 
 FOLDER = Path(__file__).parent.parent / "examples"
 Example = Callable[..., dict[str, float]]
@@ -39,6 +43,29 @@ def test_language_model(example: Any, kind: str) -> None:
     assert result["difference"] == 0.0, "resumed in the middle of an update, it ends with the same weights"
     assert result["updates"] == 40
     assert result["after"] < 0.7 * result["before"]
+
+
+def test_resume(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = example("resume")
+    whole = main(str(tmp_path / "whole"), steps=30, every=7)
+    broken = str(tmp_path / "broken")
+    replace, saves = os.replace, []
+
+    def dies(*arguments: Any) -> None:
+        saves.append(arguments)
+        if len(saves) == 3:
+            raise KeyboardInterrupt
+        replace(*arguments)
+
+    with monkeypatch.context() as patched:  # it dies while it saves: the checkpoint before is whole
+        patched.setattr("os.replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            main(broken, steps=30, every=7)
+    resumed = main(broken, steps=30, every=7)
+    assert resumed == {**whole, "resumed after": 14}
+    files = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "broken")]
+    assert differences(*files) == []
+    assert [path.name for path in (tmp_path / "broken").iterdir()] == ["checkpoint.pt"]
 
 
 def test_distillation(example: Any) -> None:

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 import hotloop
+import simgpu
 from parity.twins import differences, snapshot
 
 optimize = partial(hotloop.optimize, device="cpu", exact=True)
@@ -172,3 +173,26 @@ def test_going_back_in_the_same_objects():
             run.round(i)
         ends.append(snapshot(*run.parts()))
     assert differences(*ends) == []
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("run", ["sgd momentum", "accumulate, clip, scheduler", "fused adamw"])
+@pytest.mark.parametrize("at", [2, 4])
+def test_saved_on_an_accelerator_and_resumed_on_the_cpu(run, at):
+    """In the middle of a window too. The simulated device computes as the CPU does, to the bit."""
+    torch.manual_seed(1)
+    whole = Run(**RUNS[run])
+    for i in range(8):
+        whole.round(i)
+    expected = snapshot(*whole.parts())[:-1]
+
+    torch.manual_seed(1)
+    first = Run(**RUNS[run], device=simgpu.NAME)
+    for i in range(at):
+        first.round(i)
+    file = first.save()
+    resumed = Run(**RUNS[run])
+    resumed.load(file)
+    for i in range(at, 8):
+        resumed.round(i)
+    assert differences(snapshot(*resumed.parts())[:-1], expected) == []
