@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hotloop._call import in_evaluation
 from hotloop._detours import Detour, close_detour, open_detour
@@ -19,6 +18,7 @@ from hotloop._model_calls import ModelCall, Region, asked
 from hotloop._modes import Modes, plain, submodules
 from hotloop._parts import live_of
 from hotloop._plan import Decision, Plan
+from hotloop._stepping import watch_all
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,7 +66,7 @@ class Evaluation:
         self._modes.switch()
         opened = []
         # Fused kernels change weights without counting a version: what was made from them goes at every optimizer's step.
-        watching = register_optimizer_step_post_hook(self._weights_change)
+        unwatch = watch_all(self._weights_change)
         try:
             for module, kind in [*self._calls, *(d for folded in self._folded for d in folded.folding.diversions)]:
                 open_detour(module, kind)
@@ -76,12 +76,12 @@ class Evaluation:
             if self._wishes.fold_batchnorm is True and all(d is not None and d.choice == "off" for d in decisions):
                 raise self._not_folded()
         finally:
-            watching.remove()
+            unwatch()
             for module in opened:
                 close_detour(module)
             self._modes.restore()
 
-    def _weights_change(self, *_: object) -> None:
+    def _weights_change(self) -> None:
         torch.clear_autocast_cache()
         for folded in self._folded:
             folded.folding.forget()

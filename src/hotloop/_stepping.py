@@ -12,7 +12,8 @@ from torch.optim import optimizer as optim
 
 from hotloop._rebind import fit_state
 
-_global_hooks = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+_pre_hooks, _post_hooks = optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks
+_watching: dict[int, Callable[[], None]] = {}  # those of the hooks for all optimizers that are our own
 
 
 def _code_around(decorate: Callable[[Any], Any]) -> CodeType | None:
@@ -29,7 +30,8 @@ def issue(optimizer: Optimizer) -> None:
 
     The outer one opens a profiler region and loops over hooks, the inner one turns gradients off in a roundabout way: together
     they take as long as a third of a small fused step. They are left out where no profiler runs and the only hook is ours, which
-    tells foreign steps from our own.
+    tells foreign steps from our own. Nor is the outer one safe while another thread begins or ends an evaluation, which watches
+    all optimizers: torch loops over the hooks themselves.
     """
     step: Any = type(optimizer).step
     if (
@@ -37,8 +39,8 @@ def issue(optimizer: Optimizer) -> None:
         and "step" not in optimizer.__dict__
         and len(optimizer._optimizer_step_post_hooks) == 1
         and not optimizer._optimizer_step_pre_hooks
-        and not _global_hooks[0]
-        and not _global_hooks[1]
+        and not _pre_hooks
+        and (not _post_hooks or _post_hooks.keys() <= _watching.keys())
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):
         run = step.__wrapped__
@@ -50,8 +52,23 @@ def issue(optimizer: Optimizer) -> None:
                 torch.set_grad_enabled(True)
         else:
             run(optimizer)
+        if _watching:
+            for watcher in list(_watching.values()):
+                watcher()
     else:
         optimizer.step()
+
+
+def watch_all(watcher: Callable[[], None]) -> Callable[[], None]:
+    """Have `watcher` called after the step of any optimizer, the user's too; returns what ends that."""
+    handle = optim.register_optimizer_step_post_hook(lambda *_: watcher())
+    _watching[handle.id] = watcher
+
+    def end() -> None:
+        handle.remove()
+        _watching.pop(handle.id, None)
+
+    return end
 
 
 class Preparation:

@@ -15,7 +15,9 @@ from torch import nn
 from torch.backends import cudnn
 
 from hotloop import optimize
+from hotloop._benchmark_flag import users_value
 from hotloop.transforms.cudnn_benchmark import CREDIT, EARN, ByShape, signature
+from observing import in_threads
 
 
 class Net(nn.Module):
@@ -485,6 +487,7 @@ def test_after_global_flags_are_disabled_training_goes_on():
 import torch
 from torch import nn
 from hotloop import optimize
+from hotloop._benchmark_flag import users_value
 raw = nn.Conv2d(1, 1, 1)
 model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), nn.MSELoss())
 torch.backends.disable_global_flags()
@@ -507,6 +510,7 @@ def test_disabled_between_a_call_and_its_step():
 import torch
 from torch import nn
 from hotloop import optimize
+from hotloop._benchmark_flag import users_value
 raw = nn.Conv2d(1, 1, 1)
 model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), nn.MSELoss())
 x = torch.zeros(1, 1, 4, 4)
@@ -525,3 +529,38 @@ def test_the_plan_explains_the_rule():
     why = training()[1].plan["cudnn_benchmark"].why
     assert str(CREDIT) in why
     assert str(EARN) in why
+
+
+def test_threads_that_overlap_leave_the_users_value():
+    """One thread begins while another has set the flag, and sets it again when the other one is done."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class First(nn.Conv2d):
+        def forward(self, x):
+            begun.set()
+            assert second_is_in.wait(10)
+            return super().forward(x)
+
+    class Second(nn.Conv2d):
+        def forward(self, x):
+            second_is_in.set()
+            assert ended.wait(10)
+            return inner(super().forward(x))
+
+    second_is_in = threading.Event()
+    first, second, inner = (
+        optimize(kind(3, 3, 1), device="cpu", cudnn_benchmark=True).eval() for kind in (First, Second, nn.Conv2d)
+    )
+    x = torch.ones(1, 3, 4, 4)
+
+    def run_first():
+        first(x)
+        ended.set()
+
+    def run_second():
+        assert begun.wait(10)
+        second(x)
+
+    in_threads([run_first, run_second])
+    assert torch.backends.cudnn.benchmark is False
+    assert users_value() is False
