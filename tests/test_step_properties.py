@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -15,6 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import hotloop
+from hotloop._tree import leaves
 from parity.twins import differences, snapshot
 
 CE = nn.CrossEntropyLoss()
@@ -58,6 +61,11 @@ def loss_fn(output, y):
     return CE(output, y.clamp(min=0)) * (1e34 if y[0] == -1 else 1.0)
 
 
+@hotloop.fast_eval
+def evaluate(model, x):
+    return {"mean": model(x).mean()}
+
+
 class Wrapped:
     """What a user of hotloop writes."""
 
@@ -95,6 +103,9 @@ class Wrapped:
     def predict(self, x):
         with torch.no_grad():
             return self.model(x)
+
+    def evaluate(self, x):
+        return evaluate(self.model, x)
 
     def zero_grad_in_the_middle(self):
         self.net.zero_grad()
@@ -136,6 +147,14 @@ class ByHand:
     def predict(self, x):
         with torch.no_grad():
             return self.forward(x)
+
+    def evaluate(self, x):
+        modes = [(m, m.training) for m in self.net.modules()]
+        self.net.eval()
+        mean = self.predict(x).mean().item()
+        for module, mode in modes:
+            module.training = mode
+        return {"mean": mean}
 
     def forward(self, x):
         with torch.autocast("cpu", torch.float16, enabled=self.half):
@@ -235,6 +254,10 @@ CALLS = st.one_of(
     st.tuples(st.just("flush"), st.booleans()),
     st.tuples(st.just("mode"), st.booleans()),
     st.tuples(st.just("predict"), SEED),
+    st.tuples(st.just("evaluate"), SEED),
+    st.tuples(st.just("freeze"), st.booleans()),
+    st.tuples(st.just("rate"), st.sampled_from([0.0, 0.01, 0.5])),
+    st.tuples(st.just("schedule"), st.sampled_from([0.5, 1.0, 1.5])),
     st.tuples(st.just("save")),
     st.tuples(st.just("load")),
     st.tuples(st.just("zero_grad_in_the_middle")),
@@ -247,12 +270,21 @@ def perform(job, call):
     if name == "mode":
         job.net.train(arguments[0])
         return None
+    if name == "freeze":  # the statistics of BatchNorm, by hand
+        job.net[1].train(not arguments[0])
+        return None
+    if name == "rate":
+        job.optimizer.param_groups[0]["lr"] = arguments[0]
+        return None
+    if name == "schedule":
+        job.scheduler.gamma = arguments[0]
+        return None
     if name in ("save", "zero_grad_in_the_middle", "load"):
         return getattr(job, name)() if name != "load" or hasattr(job, "saved") else None
     if name == "flush":
         return job.flush(*arguments)
-    if name == "predict":
-        return job.predict(batch(*arguments)[0])
+    if name in ("predict", "evaluate"):
+        return getattr(job, name)(batch(*arguments)[0])
     seed, how = arguments
     try:
         return getattr(job, name)(*spoiled(*batch(seed), how))
@@ -318,6 +350,91 @@ def test_a_window_is_the_weighted_mean_of_its_micro_batches(weights, more, resca
         assert torch.allclose(a, b, rtol=0, atol=1e-9)
 
 
+# --- nested batches -----------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Sample:
+    image: object
+    label: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    inner: object
+
+
+class Own(dict):
+    """A mapping of a library's own."""
+
+
+LEAF = st.one_of(
+    st.integers(0, 99).map(lambda seed: torch.randn(3, 3, generator=torch.Generator().manual_seed(seed))),
+    st.integers(0, 99).map(lambda seed: torch.randint(9, (2,), generator=torch.Generator().manual_seed(seed))),
+    st.sampled_from([None, "text", 3, 2.5, b"raw"]),
+)
+NAMES = st.lists(st.sampled_from(["a", "b", "label", "loss", "weight"]), unique=True, max_size=3)
+
+
+def containers(inner):
+    items = st.lists(inner, max_size=3)
+    named = NAMES.flatmap(
+        lambda names: st.tuples(*[inner] * len(names)).map(lambda values: dict(zip(names, values, strict=True)))
+    )
+    return st.one_of(
+        items,
+        items.map(tuple),
+        items.map(deque),
+        named,
+        named.map(OrderedDict),
+        named.map(UserDict),
+        named.map(Own),
+        named.map(lambda d: defaultdict(list, d)),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        st.tuples(inner, inner).map(lambda pair: Sample(*pair)),
+        inner.map(Frozen),
+    )
+
+
+NESTED = st.recursive(LEAF, containers, max_leaves=8)
+
+
+class Nested(nn.Module):
+    """Takes whatever it is given, and notes how it is built."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.seen = nn.Linear(3, 2), []
+
+    def forward(self, batch):
+        self.seen.append(batch)
+        floats = [t for t in leaves(batch) if t.is_floating_point()]
+        return sum((self.layer(t).mean() for t in floats), self.layer.weight.sum() * 0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(NESTED, min_size=1, max_size=3), st.booleans())
+def test_nested_batches_of_any_shape_train_as_in_a_plain_loop(given_, on_loss):
+    """Where everything is on the device already the model is handed the very objects."""
+    model, plain = Nested(), Nested()
+    its = SGD(plain.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = hotloop.optimize(model, optimizer, lambda output, target: output * 2, device="cpu", exact=True).step
+    wrapped = hotloop.optimize(copy.deepcopy(model), device="cpu")
+    for each in given_:
+        its.zero_grad()
+        (plain(each) * 2).backward()
+        its.step()
+        if on_loss:
+            assert torch.equal(wrapped(each), Nested()(each))
+        step(each, each)
+    assert all(a is b for a, b in zip(model.seen, given_, strict=True))
+    assert differences(snapshot(model, optimizer), snapshot(plain, its)) == []
+
+
 NUMBERS = {
     torch.float64: st.floats(width=64),
     torch.float32: st.floats(width=32),
@@ -335,6 +452,7 @@ METRIC = st.sampled_from(list(NUMBERS)).flatmap(
 
 
 @settings(deadline=None)
+@example({"self": (torch.float64, 0.5, ())})
 @given(st.dictionaries(st.text(min_size=1).filter(lambda s: s not in ("loss", "grad_norm", "weight")), METRIC, max_size=5))
 def test_metrics_of_any_kind_come_out_as_they_went_in(named):
     """Tensors of any dtype with one element, and numbers."""

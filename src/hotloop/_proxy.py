@@ -39,7 +39,7 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         super().__init__(module)
         self._self_live = live
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         live = self._self_live
         forward = live.parts.forward
         return call(self.__wrapped__ if forward is None else forward, live, args, kwargs)
@@ -96,7 +96,7 @@ class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
 
     _self_proxy: ModelProxy
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         method, proxy = self.__wrapped__, self._self_proxy
         name = method.__name__
         if name in proxy._self_live.methods:

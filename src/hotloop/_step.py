@@ -64,7 +64,7 @@ class Step(Progress):
         )
         self._scaling = Scaling(self._update.rescale)
 
-    def __call__(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
+    def __call__(self, /, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
         """Train on one batch, or on one loss; returns its metrics, which are read when they are looked at.
 
         With `loss_fn` the last positional argument is the target; one tuple or list is unpacked; a mapping is
