@@ -15,6 +15,7 @@ from hotloop._benchmark_flag import users_value
 from hotloop._device import accelerator
 from hotloop._given import given
 from hotloop._processes import World
+from hotloop._stepping import has_gaps
 
 _CONVOLUTIONS = {
     nn.Conv1d: 1,
@@ -210,5 +211,4 @@ def is_plain(parameter: torch.Tensor) -> bool:
     """Whether this is a floating tensor of no special kind whose memory has no gaps: fused kernels would write over them."""
     if type(parameter) not in (nn.Parameter, torch.Tensor) or not parameter.is_floating_point():
         return False
-    extent = 1 + sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
-    return extent == max(parameter.numel(), 1)
+    return not has_gaps(parameter)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim
 
@@ -71,42 +72,96 @@ def watch_all(watcher: Callable[[], None]) -> Callable[[], None]:
     return end
 
 
-class Preparation:
-    """Sees to what the fused kernels of one optimizer need, and torch does not.
+class Stepping:
+    """The step of one optimizer, with what its fused kernels need and torch does not see to.
 
-    On a CPU they run over the memory of a parameter, its gradient and its state side by side, whatever the strides say: where
-    user code has laid one of them out otherwise, the weights would be wrong without a word. SGD's momentum buffers are made
-    together: torch fails where one parameter has its first gradient later than others, and leaves all of them uninitialised
-    when the first scaled step overflows. (With dampening zeros would not be what torch starts from.)
+    They run over the memory of a parameter, its gradient and its state side by side, whatever strides and sizes say. Where user
+    code has laid one of them out otherwise the weights would be wrong without a word; where it has made one larger, the kernel
+    would write beyond the other. SGD's momentum buffers are made together: torch fails where one parameter has its first gradient
+    later than others, and leaves all of them uninitialised when the first scaled step overflows. (With dampening zeros would not
+    be what torch starts from.)
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._layouts: dict[int, tuple[int, ...]] | None = None  # the strides of the parameters that are not contiguous
+        self._layouts: list[Any] = []  # of the parameters, as they were when all was in order
+        self._state: Any = None
+        self._in_slices: list[Tensor] = []  # parameters that are slices of other tensors
 
-    def __call__(self, *, scaled: bool) -> None:
-        """Before each step of the optimizer."""
-        optimizer = self._optimizer
-        layouts: dict[int, tuple[int, ...]] = {}
+    def run(self, step: Callable[[Optimizer], Any], *, scaled: bool) -> None:
+        """`step(optimizer)`, once everything is in order."""
+        self._prepare(scaled)
+        if not self._in_slices:
+            step(self._optimizer)
+            return
+        slices = [(parameter, parameter.data) for parameter in self._in_slices]
+        try:
+            for parameter, part in slices:
+                parameter.data = part.clone(memory_format=torch.contiguous_format)
+            self._lay_out_gradients()
+            fit_state(self._optimizer)
+            step(self._optimizer)
+        finally:
+            for parameter, part in slices:
+                parameter.data = part.copy_(parameter.data)
+
+    def _prepare(self, scaled: bool) -> None:
+        optimizer, layouts, odd = self._optimizer, [], False
         for group in optimizer.param_groups:
             if not group.get("fused"):
                 continue
             for parameter in group["params"]:
                 gradient = parameter.grad
-                # Both questions cost less than the strides do.
-                if not parameter.is_contiguous():
-                    layouts[id(parameter)] = parameter.stride()
-                elif gradient is None or gradient.is_contiguous():
-                    continue
-                if gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride():
-                    with torch.no_grad():
-                        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                # These questions cost less than shapes and strides do.
+                if parameter.is_contiguous():
+                    layouts.append(parameter.numel())
+                    odd = odd or not (gradient is None or gradient.is_contiguous())
+                else:
+                    layouts.append((parameter.shape, parameter.stride()))
+                    odd = True
             if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
-                reached = [p for p in group["params"] if p.grad is not None]
-                missing = [p for p in reached if optimizer.state[p].get("momentum_buffer") is None]
-                if scaled or len(missing) < len(reached):
-                    for parameter in missing:
-                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        if layouts != self._layouts:  # the plain module was given another layout since
-            self._layouts = layouts
-            fit_state(optimizer)
+                self._make_momentum(group, scaled)
+        if odd:
+            self._lay_out_gradients()
+        if layouts != self._layouts or optimizer.state is not self._state:
+            self._refit()
+            self._layouts, self._state = layouts, optimizer.state
+
+    def _make_momentum(self, group: dict[str, Any], scaled: bool) -> None:
+        state = self._optimizer.state
+        reached = [p for p in group["params"] if p.grad is not None]
+        missing = [p for p in reached if state[p].get("momentum_buffer") is None]
+        if scaled or len(missing) < len(reached):
+            for parameter in missing:
+                state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    def _lay_out_gradients(self) -> None:
+        for parameter in self._fused():
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride():
+                with torch.no_grad():
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+    def _refit(self) -> None:
+        """The optimizer is new, its parameters are laid out in another way, or another state was loaded."""
+        optimizer = self._optimizer
+        for parameter in self._fused():
+            beside = {"gradient": parameter.grad, **optimizer.state.get(parameter, {})}
+            for name, value in beside.items():
+                if name != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__}: a parameter has the shape {tuple(parameter.shape)} now, and its {name} "
+                        f"{tuple(value.shape)}; after parameters were resized make a new optimizer, or drop what it holds of them "
+                        "(optimizer.state.pop(parameter)); a checkpoint must be one of the same model"
+                    )
+        self._in_slices = [p for p in self._fused() if not p.is_contiguous() and has_gaps(p)]
+        fit_state(optimizer)
+
+    def _fused(self) -> Iterator[Tensor]:
+        return (p for group in self._optimizer.param_groups if group.get("fused") for p in group["params"])
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether there is memory of others, or of its own once more, between a tensor's elements."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent != max(tensor.numel(), 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotloop._stepping import Preparation, issue
+from hotloop._stepping import Stepping, issue
 from hotloop._window import Window
 
 
@@ -34,7 +34,7 @@ class Update:
     ) -> None:
         self._models = models
         self._optimizers = optimizers
-        self._prepare = [Preparation(optimizer) for optimizer in optimizers]
+        self._steppings = [Stepping(optimizer) for optimizer in optimizers]
         self._clip_norm = clip_norm
         self._before_update = before_update
         self._window = window
@@ -63,9 +63,8 @@ class Update:
         try:
             if not scaler.is_enabled():
                 norm = self.finish_gradients()
-                for optimizer, prepare in zip(self._optimizers, self._prepare, strict=True):
-                    prepare(scaled=False)
-                    issue(optimizer)
+                for stepping in self._steppings:
+                    stepping.run(issue, scaled=False)
                 return norm, []
             return self._scaled(scaler)
         finally:
@@ -92,10 +91,9 @@ class Update:
             norm = self.finish_gradients()
             if self._clip_norm is not None and len(reached) > 1:
                 _share_overflow(scaler, reached)
-            for optimizer, prepare in zip(self._optimizers, self._prepare, strict=True):
+            for optimizer, stepping in zip(self._optimizers, self._steppings, strict=True):
                 if optimizer in reached:
-                    prepare(scaled=True)
-                    scaler.step(optimizer)
+                    stepping.run(scaler.step, scaled=True)
                     flags[optimizer] = self._flag(scaler, optimizer)
                 else:
                     issue(optimizer)

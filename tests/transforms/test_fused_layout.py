@@ -158,3 +158,86 @@ def test_exact_with_a_fused_optimizer_of_the_users_own_is_bitwise():
         step(x, y)
     train(plain, theirs, batches(4))
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), plain.parameters(), strict=True))
+
+
+def slice_of_another(model: nn.Module) -> None:
+    """As code does that keeps weights in a larger buffer."""
+    for layer in (model.conv, model.head):
+        room = torch.full((layer.weight.shape[0], *(n + 2 for n in layer.weight.shape[1:])), 7.0)
+        part = room[(slice(None), *(slice(n) for n in layer.weight.shape[1:]))]
+        layer.weight.data = part.copy_(layer.weight.data)
+        layer.room = room
+
+
+@each
+@pytest.mark.parametrize("before", [0, 2], ids=["from the start", "after some steps"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_parameter_that_becomes_a_slice_of_another_tensor(make, before, precision):
+    """A fused kernel would write over what lies between its elements."""
+    raw, plain = Net(), Net()
+    ours, theirs = make(raw.parameters()), make(plain.parameters())
+    step = optimize(raw, ours, nn.functional.mse_loss, precision=precision, channels_last=False).step
+    assert step.plan["fused_optimizer"].choice == "on"
+    for i, (x, y) in enumerate(batches(4)):
+        if i == before:
+            slice_of_another(raw)
+            slice_of_another(plain)
+        step(x, y)
+        if precision == "fp32":
+            train(plain, theirs, [(x, y)])
+    for layer in (raw.conv, raw.head):
+        assert layer.weight.data_ptr() == layer.room.data_ptr(), "it is the same slice still"
+        between = layer.room.clone()
+        between[tuple(slice(n) for n in layer.weight.shape)] = 7.0
+        assert torch.equal(between, torch.full_like(between, 7.0))
+    if precision == "fp32":
+        for p, q in zip(raw.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-4)
+    else:
+        assert step.updates + step.skipped == 4
+
+
+def grown(model: nn.Module) -> None:
+    """As code does that adds words to an embedding or classes to a head."""
+    model.head.weight.data = torch.randn(9, 6)
+    model.head.bias.data = torch.randn(9)
+
+
+def of_a_larger_model(optimizer: torch.optim.Optimizer) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        for key, value in state.items():
+            if key != "step" and isinstance(value, torch.Tensor):
+                state[key] = torch.cat([value, value])
+    optimizer.load_state_dict(saved)
+
+
+@each
+@pytest.mark.parametrize("how", ["parameters grow", "a checkpoint of a larger model", "in before_update"])
+def test_sizes_that_do_not_fit_are_an_error_and_no_write_beyond_memory(make, how):
+    """torch's kernels without `fused` say so as well."""
+    raw = Net()
+    optimizer = make(raw.parameters())
+    calls = []
+
+    def before_update():
+        calls.append(0)
+        if len(calls) == 3 and how == "in before_update":
+            grown(raw)
+
+    model, step = optimize(raw, optimizer, before_update=before_update)
+    data = batches(3)
+    for x, y in data[:2]:
+        step(nn.functional.mse_loss(model(x), y))
+    if how == "parameters grow":
+        raw.late = nn.Linear(9, 4)
+        grown(raw)
+    if how == "a checkpoint of a larger model":
+        of_a_larger_model(optimizer)
+    with pytest.raises(RuntimeError, match=r"shape \(.*make a new optimizer"):
+        step(nn.functional.mse_loss(model(data[2][0]), data[2][1]))
+    if how == "parameters grow":  # and the way out that the message names
+        for p in raw.head.parameters():
+            optimizer.state.pop(p)
+        step(nn.functional.mse_loss(model(data[2][0]), data[2][1]))
+        assert step.updates == 3
