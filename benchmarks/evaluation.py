@@ -100,6 +100,9 @@ def main() -> None:
         print(f"{name}, batch {size}\n{table(ratios[f'{name}, batch {size}'])}\n", flush=True)
     costs: dict[str, Any] = {}
     with one_thread():
+        for name, size, count in (("tiny MLP", 32, 100), ("LSTM", 32, 8)):
+            ratios[f"{name}, batch {size}, one thread"] = whole(name, size, count)
+            print(f"{name}, batch {size}\n{table(ratios[f'{name}, batch {size}, one thread'])}\n", flush=True)
         for name, size, count in (("ResNet-like", 1, 40), ("ResNet-like", 64, 2), ("UNet-like", 1, 40)):
             costs[f"{name}, batch {size}"] = overhead(name, size, count)
             print(f"{name}, batch {size}\n{table(costs[f'{name}, batch {size}'])}\n", flush=True)

@@ -400,3 +400,16 @@ def test_a_data_set_that_changes_between_two_batches(change, subset, shuffle):
     assert len(expected) == len(got)
     for batch, own in zip(expected, got, strict=True):
         assert batch == own if isinstance(batch, type) else all(map(torch.equal, batch, own))
+
+
+def test_a_list_that_a_sampler_draws_from_changes_between_two_batches():
+    def seen(wrap):
+        torch.manual_seed(0)
+        indices = list(range(N))
+        batches = []
+        for _, numbers, _ in wrap(DataLoader(data(), 4, sampler=SubsetRandomSampler(indices))):
+            batches.append(numbers.tolist())
+            indices[:] = [0] * N
+        return batches
+
+    assert seen(lambda loader: prefetch(loader, "cpu")) == seen(lambda loader: loader)

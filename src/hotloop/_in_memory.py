@@ -17,7 +17,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -29,7 +28,8 @@ from hotloop._transfer import send_tensor
 
 _CHUNK = 8192  # items whose index is made at a time: large enough to be cheap, small enough not to delay the first batch
 
-_READABLE_AHEAD = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, Shard, Share)
+# Each of them knows its numbers when it begins. A SubsetRandomSampler looks them up in its user's list one by one.
+_READABLE_AHEAD = (SequentialSampler, WeightedRandomSampler, DistributedSampler, Shard, Share)
 
 _Indexed = tuple[Tensor | None, list[Any]]  # the index of a batch, where it has one, and the items as the sampler gave them
 _ToIndex = Callable[[list[Any]], Tensor | None]

@@ -285,3 +285,18 @@ def test_ties_survive_and_reverting_restores_the_strides():
         assert torch.equal(p, before[name][1])
     raw(images(1)[0][0])
     assert step._live.parts.on_outputs == ()
+
+
+@pytest.mark.parametrize(("wish", "few", "many"), [("auto", False, True), (True, True, True)])
+def test_few_pixels_are_not_worth_the_layout_of_many_weights(wish, few, many):
+    """A CPU's kernels lay contiguous weights out in every call; weights that are converted already cost nothing."""
+    seen = []
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), *[nn.Conv2d(16, 16, 3, padding=1) for _ in range(6)], nn.Flatten(), nn.Linear(16 * 36, 64)
+    )
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(in_format(args[0])))
+    wrapped = optimize(model, precision="fp32", channels_last=wish).eval()
+    for batch in (1, 4):
+        wrapped(torch.randn(batch, 3, 8, 8))
+    assert 192 < sum(p.numel() for p in model.parameters()) // 256 < 4 * 192
+    assert seen == [few, many]
