@@ -23,15 +23,15 @@ def check(
     device: torch.device,
 ) -> None:
     """Raise the same ValueError on all ranks unless they have the same model, optimizers and settings, each a device of its own."""
-    mine: dict[str, Any] = {f"{d.name}=": d.choice for d in decisions if d.name not in _OWN}
-    mine.update({f"{name}=": value for name, value in settings.items()})
-    mine["a model of the class"] = [type(module).__name__ for module in modules]
-    mine["optimizer"] = [type(optimizer).__name__ for optimizer in optimizers]
+    mine: dict[str, Any] = {d.name: d.choice for d in decisions if d.name not in _OWN}
+    mine.update(settings)
+    mine["the class of the models"] = [type(module).__name__ for module in modules]
+    mine["the class of the optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if isinstance(value, int | float | str | tuple | None)}
-            mine.update({f"in group {j} of optimizer {i} {key}=": value for key, value in options.items()})
-            mine[f"in group {j} of optimizer {i} parameters"] = len(group["params"])
+            mine.update({f"{key} in group {j} of optimizer {i}": value for key, value in options.items()})
+            mine[f"the number of parameters in group {j} of optimizer {i}"] = len(group["params"])
     for i, module in enumerate(modules):
         for name, p in module.named_parameters():
             if nn.parameter.is_lazy(p):
@@ -39,7 +39,7 @@ def check(
                     f"optimize(...) in several processes: the parameter {name!r} has no shape yet; run one batch through the model "
                     "before optimize"
                 )
-            mine[f"in model {i} the parameter {name!r}"] = f"{tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+            mine[f"the parameter {name!r} of model {i}"] = f"{tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
     if not any(p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]):
         raise ValueError(
             "optimize(...) in several processes: no parameter of the optimizer requires grad, so there is nothing to average; "
@@ -56,7 +56,7 @@ def _compare(told: list[dict[str, Any]]) -> None:
         for name in [*first, *(name for name in items if name not in first)]:
             if items.get(name, "none") != first.get(name, "none"):
                 raise ValueError(
-                    f"optimize(...) in several processes: {name} {items.get(name, 'none')} on rank {rank}, and "
+                    f"optimize(...) in several processes: {name} is {items.get(name, 'none')} on rank {rank}, and "
                     f"{first.get(name, 'none')} on rank 0; every rank trains the same model with the same settings: make both the "
                     "same on all ranks (a wish in place of 'auto' where machines differ)"
                 )

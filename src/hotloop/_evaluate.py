@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from hotloop._decorated import decorated
 from hotloop._evaluation import DTYPES, Evaluation, Wishes
 from hotloop._found_models import NamedModels, held_by, in_arguments
+from hotloop._given import given
 from hotloop._ledger import _outside
 from hotloop._loading import Prefetch
 from hotloop._reduction import Reduction
@@ -129,9 +130,10 @@ class _Evaluator:
         self._has_warned = False
 
     def call(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        evaluation = Evaluation(self._wishes, self._models(instance, args, kwargs))
+        models = self._models(instance, args, kwargs)
+        evaluation = Evaluation(self._wishes, models)
         world = None if self._wishes.reduce is None else evaluating_world(evaluation.world)
-        reduction = None if world is None else Reduction(str(self._wishes.reduce), world, self._name)
+        reduction = None if world is None else Reduction(str(self._wishes.reduce), world, self._name, even=_is_sharded(models))
         device = evaluation.device
         if device is not None or reduction is not None:
             args, kwargs = _prefetched((args, kwargs), evaluation.loads_to, whole if reduction is None else reduction.share)
@@ -155,6 +157,10 @@ class _Evaluator:
                 stacklevel=_outside(),
             )
         return list({id(model): model for model in found}.values())
+
+
+def _is_sharded(models: list[nn.Module]) -> bool:
+    return given(models) not in ("", "DistributedDataParallel")
 
 
 def _first_parameter(function: Any) -> str | None:

@@ -144,6 +144,8 @@ def explain_lost(error: RuntimeError) -> None:
                 store.wait([f"hotloop/{rank} is left"], _PATIENCE)
             except dist.DistStoreError:
                 lost.append(rank)
+                if len(lost) == 8:  # enough to look at
+                    break
     except RuntimeError:
         lost = [0]  # which holds the store
     named = " and ".join(f"rank {rank}" for rank in lost)

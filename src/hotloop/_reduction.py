@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hotloop._processes import World, everyone
@@ -17,8 +18,9 @@ from hotloop._shares import share, size_of
 class Reduction:
     """One evaluation that is shared by all ranks: each reads its part, and gets what comes of all of them."""
 
-    def __init__(self, how: str, world: World, name: str) -> None:
+    def __init__(self, how: str, world: World, name: str, *, even: bool) -> None:
         self._how, self._world, self._name = how, world, name
+        self._even = even  # each forward of the model waits for the other ranks
         self._parts: list[Any] = []
 
     def share(self, loader: Any) -> Any:
@@ -32,6 +34,11 @@ class Reduction:
             raise ValueError(
                 f"fast_eval(reduce={self._how!r}) in several processes: {self._name} has no loader among its arguments, so every "
                 "rank would evaluate everything; pass the DataLoader as an argument, or leave reduce away"
+            )
+        if self._even and len({tuple(counts) for counts in everyone(list(map(_batches, self._parts)))}) > 1:
+            raise ValueError(
+                f"fast_eval(reduce={self._how!r}): a model under fully_shard needs as many batches on every rank, and the parts of "
+                f"the loaders of {self._name} differ; leave reduce away, or choose a batch_size that divides the data evenly"
             )
         try:
             result = evaluate()
@@ -59,6 +66,14 @@ class Reduction:
         counted = [(numbers, weight) for numbers, weight in zip(told, weights, strict=True) if weight]
         total = sum(weight for _, weight in counted)
         return [sum(n * w for n, w in _each(counted, i)) / total for i in range(len(told[0]))] if counted else told[0]
+
+
+def _batches(part: Any) -> int:
+    """How many there are in a part; -1 less the rank where that is not known, which is equal on no two ranks."""
+    try:
+        return len(part)
+    except TypeError:
+        return -1 - dist.get_rank()
 
 
 def _each(counted: list[tuple[list[Any], int]], i: int) -> list[tuple[Any, int]]:

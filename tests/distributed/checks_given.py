@@ -13,8 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from distributed.checks_step import LOSS, assert_same_on_both, batches, half, net, optimize
+from distributed.checks_step import LOSS, assert_same_on_both, batches, half, net, optimize, raises
+from hotloop import fast_eval
 from parity.twins import differences
 
 
@@ -111,6 +113,29 @@ def check_state_dicts_of_a_sharded_model(rank):
     for x, y in data[3:]:
         resumed(x, y)
     assert differences([full(p) for p in model.parameters()], [full(p) for p in again.parameters()]) == []
+
+
+def check_a_sharded_model_is_evaluated_in_parts_of_as_many_batches(rank):
+    module = under_fully_shard(net())
+    model, _ = optimize(module, SGD(module.parameters(), 0.1), LOSS)
+    x = torch.cat([x for x, _ in batches(3)])  # 24 rows
+
+    @fast_eval(reduce="mean")
+    def mean(model, loader):
+        return torch.cat([model(x) for (x,) in loader]).mean()
+
+    plain = net()
+    assert abs(mean(model, DataLoader(TensorDataset(x), 5)) - plain(x).mean().item()) < 1e-12
+    for uneven in (DataLoader(TensorDataset(x[:21]), 5), DataLoader(Rows(x), 5)):
+        raises(ValueError, partial(mean, model, uneven), "fully_shard", "as many batches", "batch_size")
+
+
+class Rows(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter([(row,) for row in self.rows])
 
 
 def check_state_dicts_of_a_plain_model(rank):

@@ -500,11 +500,18 @@ def check_ranks_must_agree(rank):
 
     wider = nn.Sequential(nn.Linear(6, 8 + rank), nn.Linear(8 + rank, 3))
     raises(ValueError, other(model=wider), "'0.weight'", "(9, 6)", "on rank 1", "(8, 6)", "on rank 0")
-    raises(ValueError, other(accumulate=1 + rank), "accumulate= 2 on rank 1", "1 on rank 0")
-    raises(ValueError, other(clip_norm=rank or None), "clip_norm= 1 on rank 1", "None on rank 0")
-    raises(ValueError, other(make=partial((SGD, AdamW)[rank], lr=0.1)), "optimizer ['AdamW'] on rank 1", "['SGD'] on rank 0")
-    raises(ValueError, other(make=partial(SGD, lr=0.1 * (1 + rank))), "lr= 0.2 on rank 1", "0.1 on rank 0")
-    raises(ValueError, other(precision=("fp32", "bf16")[rank], exact=False), "precision= bf16 on rank 1", "fp32 on rank 0")
+    raises(ValueError, other(accumulate=1 + rank), "accumulate is 2 on rank 1", "1 on rank 0")
+    raises(ValueError, other(clip_norm=rank or None), "clip_norm is 1 on rank 1", "None on rank 0")
+    raises(
+        ValueError, other(make=partial((SGD, AdamW)[rank], lr=0.1)), "optimizers is ['AdamW'] on rank 1", "['SGD'] on rank 0"
+    )
+    raises(
+        ValueError,
+        other(make=partial(SGD, lr=0.1 * (1 + rank))),
+        "lr in group 0 of optimizer 0 is 0.2 on rank 1",
+        "0.1 on rank 0",
+    )
+    raises(ValueError, other(precision=("fp32", "bf16")[rank], exact=False), "precision is bf16 on rank 1", "fp32 on rank 0")
     raises(ValueError, other(model=nn.LazyLinear(3)), "no shape yet", "one batch")
     raises(ValueError, other(model=net().requires_grad_(False)), "requires grad", "unfreeze")
     other()()
