@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as module_hooks
 from torch.nn.utils import prune
 
-from hotloop import _folded_weights, fast_eval
+from hotloop import _deferred, _folded_weights, fast_eval
 from hotloop._deferred import settled
 from hotloop._detours import close_detour, open_detour
 from hotloop._folding import Folding
@@ -1017,3 +1018,22 @@ def test_the_folded_weights_go_with_the_evaluation() -> None:
         assert weights() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        module_hooks.register_module_forward_hook,
+        module_hooks.register_module_forward_pre_hook,
+        module_hooks.register_module_full_backward_hook,
+        module_hooks.register_module_full_backward_pre_hook,
+    ],
+)
+def test_global_hooks_are_seen_where_torch_does_not_tell(register: Callable[..., Any]) -> None:
+    """torch 2.6 has no function for it."""
+    assert not _deferred._some_global_hook()
+    handle = register(lambda *_: None)
+    try:
+        assert _deferred._some_global_hook()
+    finally:
+        handle.remove()

@@ -13,8 +13,14 @@ from torch.nn.modules import module as module_hooks
 
 from hotloop._tree import map_leaves
 
-# Private, as these hooks have no public list; where torch cannot tell, nothing is sent.
-_has_global_hooks: Callable[[], bool] = getattr(module_hooks, "_has_any_global_hook", lambda: True)
+
+def _some_global_hook() -> bool:
+    forward = module_hooks._global_forward_pre_hooks or module_hooks._global_forward_hooks
+    return bool(forward or module_hooks._global_backward_pre_hooks or module_hooks._global_backward_hooks)
+
+
+# Private, as these hooks have no public list. torch 2.6 has the lists, and not the function.
+_has_global_hooks: Callable[[], bool] = getattr(module_hooks, "_has_any_global_hook", _some_global_hook)
 
 
 class Sender(Protocol):
