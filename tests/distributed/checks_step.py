@@ -356,6 +356,21 @@ def check_weights_count_among_those_of_all_ranks(rank):
     assert_same_on_both(results[1].state_dict())
 
 
+def check_weights_at_a_ragged_end(rank):
+    """Each update is the mean over the rows that were in it, also when one rank has none any more."""
+    (alone, one), (model, step) = twins(make=partial(SGD, lr=0.5))
+    torch.manual_seed(7)
+    rows = [[(torch.randn(n, 6).double(), torch.randint(3, (n,))) for n in sizes] for sizes in ((3, 5), (2,), (4,))]
+    for parts in rows:
+        one(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        if rank < len(parts):
+            x, y = parts[rank]
+            step(x, y, weight=len(x))
+    assert not step.flush()
+    close(alone, model)
+    assert step.updates == 3
+
+
 def check_flush_at_a_ragged_end(rank):
     """Ranks with different numbers of batches end together, with the same weights and counters; gradients are sent once."""
     for accumulate, counts in ((1, (5, 3)), (2, (5, 4)), (4, (10, 9)), (4, (8, 7)), (3, (0, 7)), (2, (3, 3)), (2, (4, 4))):
