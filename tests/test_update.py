@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import hotloop
+from hotloop._stepping import watch_all
 from parity.twins import differences, plain_loop, snapshot
 
 # What is compared with runs on the CPU, also where there is an accelerator.
@@ -654,3 +655,20 @@ def test_an_optimizer_that_is_differentiated_through_keeps_its_gradients_on(kind
     with pytest.raises(RuntimeError, match="leaf Variable"):
         optimize(model, optimizer, MSE).step(*batches(1)[0])
     assert torch.is_grad_enabled()
+
+
+def test_an_evaluation_may_begin_and_end_while_an_optimizer_steps():
+    """In another thread, for example; torch's own loop over its hooks cannot bear it."""
+    model = nn.Linear(4, 2)
+    step = hotloop.optimize(model, AdamW(model.parameters()), nn.MSELoss(), device="cpu").step
+    ends = []
+    end = watch_all(lambda: ends.append(watch_all(lambda: None)))
+    try:
+        for _ in range(2):
+            step(torch.ones(3, 4), torch.ones(3, 2))
+    finally:
+        for each in (end, *ends):
+            each()
+    assert len(ends) == 2
+    step(torch.ones(3, 4), torch.ones(3, 2))
+    assert len(ends) == 2
