@@ -815,7 +815,7 @@ def test_a_parameter_among_the_metrics_is_read_as_it_was_before_the_update(kind)
     """A temperature, for example: the update writes to the memory that the metric is in."""
     net = nn.Module()
     net.w = nn.Parameter(torch.tensor([2.0]))
-    model, step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0), device=DEVICE)
+    step = optimize(net, torch.optim.SGD(net.parameters(), lr=1.0), device=DEVICE).step
     shown = {"parameter": net.w, "view of one": net.w[0], "detached view": net.w.detach()[0]}[kind]
     metrics = step((net.w * 3).sum(), w=shown)
     assert (net.w.item(), metrics["w"], metrics["loss"]) == (-1.0, 2.0, 6.0)
