@@ -149,7 +149,7 @@ def optimize(
         methods: further methods of the model to be called as forward is.
         metrics: `{name: fn(output, target) -> scalar tensor or number}`, called on the detached output.
         keep_output: keep the detached output as `metrics.output`.
-        exact: only choices that leave every bit as the plain loop has it.
+        exact: only choices that leave every bit as the plain loop has it, but for an explicit wish (`precision=`, `fused=`).
         tune: measure instead of guessing: the first steps, each a real one, try each automatic choice against the plain
             configuration, and what takes at most 0.97 of its time stays. `step.tuning` is True until then.
 

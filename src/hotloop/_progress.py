@@ -76,7 +76,8 @@ class Progress:
     def mean(self) -> dict[str, float]:
         """The mean of every metric since the last call, over the steps in which it was present, skipped ones left out.
 
-        Weighted by `weight=` where it was given. Summed on the device; waits for it with one read.
+        Every call counts alike, or by its `weight=` where that was given: `weight=len(x)` for the mean over samples. Summed on
+        the device; waits for it with one read.
         """
         return {name: total / weight for name, (total, weight) in self._taken_sums().items() if weight}
 
