@@ -927,3 +927,66 @@ def test_layers_with_16_bit_casts_of_their_own():
 
     model, _ = wrapped(Mixed(), precision="bf16")
     assert model(X).dtype == torch.float32
+
+
+# --- an eval-mode call whose graph a loss would have needed -------------------------------------------------------------
+
+
+def parts():
+    torch.manual_seed(1)
+    return nn.Linear(4, 8), nn.Linear(8, 2)
+
+
+def step_of_both(**options):
+    body, head = parts()
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    (body, head), step = optimize([body, head], optimizer, device="cpu", **options)
+    return body, head, step
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("form", ["two models", "a plain head", "a penalty", "a model inside", "a further loss"])
+def test_a_loss_that_an_eval_mode_call_is_missing_from_warns_once(form, exact):
+    """The rest of the loss has a graph, so that torch says nothing, and the plain loop would train the model."""
+    body, head = parts()
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    options = {"exact": exact, "device": "cpu"}
+    if form in ("two models", "a further loss"):
+        (body, head), step = optimize([body, head], optimizer, **options)
+    elif form == "a model inside":
+        inner = optimize(body, torch.optim.SGD(body.parameters(), lr=0.1), **options).model
+        whole, step = optimize(nn.Sequential(inner, head), optimizer, **options)
+    else:
+        body, step = optimize(body, optimizer, **options)
+    (inner if form == "a model inside" else body).eval()
+
+    def loss():
+        output = whole(X) if form == "a model inside" else head(body(X))
+        penalty = sum(p.square().sum() for p in body.parameters()) if form == "a penalty" else 0
+        return F.cross_entropy(output, Y) + 1e-3 * penalty
+
+    text = r"\(<tensor \(\)>\) with Linear in eval mode: an eval-mode call keeps no graph.*inference='grad'.*model\.train\(\)"
+    give = step.backward if form == "a further loss" else step
+    with pytest.warns(RuntimeWarning, match=text):
+        give(loss())
+    step(loss())  # the second time it is silent
+
+
+@pytest.mark.parametrize("case", ["train", "grad", "no_grad", "frozen", "of before", "of another optimizer"])
+def test_a_loss_that_misses_nothing_does_not_warn(case):
+    body, head, step = step_of_both(inference="grad" if case == "grad" else "no_grad")
+    if case == "of another optimizer":
+        body, head = parts()
+        (body, head), step = optimize([body, head], torch.optim.SGD(head.parameters(), lr=0.1), device="cpu")
+    if case == "frozen":
+        body.requires_grad_(False)
+    if case != "train":
+        body.eval()
+    if case == "of before":
+        body(X)  # an evaluation; then training goes on
+        body.train()
+        step(F.cross_entropy(head(body(X)), Y))
+        body.eval()
+    with torch.set_grad_enabled(case not in ("no_grad", "of before")):
+        hidden = body(X)
+    step(F.cross_entropy(head(hidden), Y))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -261,6 +263,94 @@ def test_statistics_move_once_where_the_error_comes_late(trouble, twice):
     assert torch.allclose(model.norm.running_mean, expected, atol=0.002 * expected.abs().max())
     expected = 0.9 * before["spread.running_mean"] + 0.1 * data[3][0].reshape(-1, 2, 2).mean((0, 2))
     assert torch.allclose(model.spread.running_mean, expected)
+
+
+class Stateful(Net):
+    """Keeps state in every way that a module may, and draws from every generator that it may have."""
+
+    def __init__(self, *, from_call=0):
+        super().__init__(index_add, from_call=from_call)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("lazily", None)
+        self.own, self.numpy_own, self.python_own = torch.Generator(), np.random.default_rng(1), random.Random(1)
+        self.legacy = np.random.RandomState(1)
+        self.pointer, self.rate, self.late, self.drawn = 0, 1.0, None, []
+
+    def forward(self, x):
+        self.steps = self.steps + 1  # another tensor
+        self.pointer = (self.pointer + len(x)) % 7
+        self.rate *= 0.5
+        self.late = 1 if self.late is None else self.late + 1
+        if self.lazily is None:
+            self.lazily = self.first(x).detach().mean()
+        if not hasattr(self, "made"):
+            self.made = 0
+            self.register_buffer("added", self.first(x).detach().mean())
+        self.made += 1
+        drawn = [random.random(), np.random.rand(), self.numpy_own.random(), self.python_own.random(), self.legacy.rand()]
+        self.drawn = [*drawn, torch.rand((), generator=self.own).item()]
+        return super().forward(x)
+
+    def state(self):
+        numbers = [self.pointer, self.rate, self.late, self.made, *self.drawn]
+        return [numbers, *[self.get_buffer(name) for name in ("steps", "lazily", "added", "norm.num_batches_tracked")]]
+
+
+@pytest.mark.parametrize("form", ["batch", "loss", "eval"])
+@pytest.mark.parametrize("calls_before", [0, 2], ids=["at once", "late"])
+def test_what_a_module_keeps_and_draws_is_as_if_nothing_had_happened(calls_before, form):
+    """A buffer that is assigned anew, a queue's pointer, random numbers of Python, NumPy, and the module's own."""
+    data = batches(calls_before + 1)
+    torch.manual_seed(1)
+    model = Stateful(from_call=calls_before)
+    plain = copy.deepcopy(model)
+    model, step, _ = made(model)
+    if form == "eval":
+        model.eval()
+        plain.eval()
+
+    def seed():
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+
+    seed()
+    for x, y in data:
+        if form == "batch":
+            step(x, y)
+        elif form == "loss":
+            step(MSE(model(x), y))
+        else:
+            model(x)
+    assert precision(step)["choice"] == "fp32"
+    seed()
+    for x, _ in data:
+        plain(x)
+    ours, theirs = model.state(), plain.state()
+    if calls_before:  # its first value was in bf16
+        ours[2:4] = theirs[2:4] = []
+    assert differences(ours, theirs) == []
+
+
+def test_the_loss_functions_buffers_move_once():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, output, y):
+            self.steps = self.steps + 1
+            self.total += 1
+            if output.grad_fn is not None and torch.equal(output, output.bfloat16().float()):
+                raise RuntimeError("no rounded numbers here")
+            return MSE(output, y)
+
+    model, loss_fn = build(None), Loss()
+    step = optimize(model, RMSprop(model.parameters(), lr=1e-3), loss_fn).step
+    step(*batches(1)[0])
+    assert precision(step)["choice"] == "fp32"
+    assert (loss_fn.steps, loss_fn.total) == (1, 1)
 
 
 class Operators(TorchDispatchMode):

@@ -672,3 +672,45 @@ def test_an_evaluation_may_begin_and_end_while_an_optimizer_steps():
     assert len(ends) == 2
     step(torch.ones(3, 4), torch.ones(3, 2))
     assert len(ends) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, once a process
+def test_the_norm_of_sparse_gradients_is_refused_by_name():
+    model = nn.Sequential(nn.EmbeddingBag(10, 2, sparse=True), nn.Linear(2, 2))
+    before = copy.deepcopy(model.state_dict())
+    step = optimize(model, SGD(model.parameters(), lr=0.1), MSE, clip_norm=1.0).step
+    with pytest.raises(
+        TypeError, match=r"clip_norm=1\.0\): the gradient of '0\.weight' is sparse.*sparse=False.*before_update="
+    ):
+        step(torch.randint(10, (4, 3)), torch.randn(4, 2))
+    assert differences(model.state_dict(), before) == []
+    assert step.updates == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("form", ["batch", "loss", "two optimizers", "flush"])
+def test_parameters_that_were_replaced_behind_the_optimizer_raise(form, precision):
+    """Nothing would be trained from then on, without a word."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if form == "two optimizers":
+        optimizer = [SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)]
+    step = optimize(model, optimizer, MSE, precision=precision, accumulate=2 if form == "flush" else 1).step
+    (x, y), *_ = batches(1)
+    assert step(x, y).updated == (form != "flush")
+    step.flush()
+    updates = step.updates
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(RuntimeError, match=r"trains none of this model's parameters any more.*assign=True"):
+        if form == "loss":
+            step(MSE(model(x), y))
+        else:
+            step(x, y)
+            step.flush()
+    assert step.updates == updates
+
+
+def test_a_loss_that_reaches_only_what_no_optimizer_trains_is_no_replacement():
+    model = net()
+    step = optimize(model, SGD(model[0].parameters(), lr=0.1)).step
+    assert step(model[2](torch.randn(4, 8)).sum()).updated

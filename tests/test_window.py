@@ -587,3 +587,36 @@ def test_the_window_of_one_step_is_not_that_of_another():
     assert close(moved_by(models[0]), gradient_of([a]))
     assert close(moved_by(models[1]), [torch.zeros(())] * 4, 0)
     assert [s.updates for s in steps] == [1, 0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", [(1, 300), (0, 300), (1, 5, 3000), (0.01, 7, 1)], ids=str)
+def test_a_heavy_micro_batch_after_a_light_one_does_not_blow_gradients_up(weights, precision):
+    """In float16 sound data would overflow; in float32 no bit depends on what weights count relative to."""
+    data = batches(*[4] * len(weights))
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8192.0, enabled=precision == "fp16")
+    options = {"precision": precision, **({"scaler": scaler} if precision == "fp16" else {})}
+    step = optimize(model, SGD(model.parameters(), lr=0.5), MSE, accumulate=len(weights), **options).step
+    for (x, y), weight in zip(data, weights, strict=True):
+        metrics = step(x, y, weight=weight)
+    assert not metrics.skipped
+    plain = net()
+    sum(MSE(plain(x), y) * weight / sum(weights) for (x, y), weight in zip(data, weights, strict=True)).backward()
+    assert close(moved_by(model), [p.grad for p in plain.parameters()], 1e-6 if precision == "fp32" else 1e-2)
+
+
+def test_a_further_loss_keeps_its_size_beside_a_heavy_micro_batch():
+    """What is in the window already is made smaller for it, and larger again in the end."""
+    (x, y), (u, v) = batches(4, 4)
+    moved = []
+    for heavy in (4.0, 400.0):
+        model, step = made(accumulate=2)
+        step(x, y, weight=1)
+        step.backward(model(x).sum())
+        step(u, v, weight=heavy)
+        plain = net()
+        loss = (MSE(plain(x), y) + heavy * MSE(plain(u), v) + 2 * plain(x).sum()) / (1 + heavy)
+        loss.backward()
+        moved.append(close(moved_by(model), [p.grad for p in plain.parameters()]))
+    assert moved == [True, True]

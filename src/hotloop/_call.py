@@ -75,6 +75,8 @@ def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str
         return _AS_IT_IS
     if any(t.requires_grad for t in leaves((args, kwargs))) or _has_swapped_parameters(parts.model):
         return _AS_IT_IS
+    if not off:
+        live.cut = True  # a step that is given a loss asks for it
     return torch.no_grad() if live.inference == "no_grad" else torch.inference_mode()
 
 

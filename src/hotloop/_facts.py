@@ -62,6 +62,7 @@ class Traits:
     channels_last: bool  # 4-D parameters are in this memory format already
     five_dimensional: bool  # some parameter has five dimensions
     lstm: bool
+    dropout_on_maps: bool  # an element-wise dropout may sit on feature maps
     parameters: int
     given: str  # what the user has put them under for several processes
     wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
@@ -149,6 +150,7 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         five_dimensional=any(p.dim() == 5 for p in known),
         convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
+        dropout_on_maps=any(map(_drops_in_maps, modules)),
         parameters=total,
         given=given(modules),
         wide=sum(p.numel() for p in known if _is_wide(p, 512)) / max(total, 1),
@@ -164,6 +166,34 @@ def _is_spread(module: nn.Module) -> bool:
 def _is_strided_pointwise(convolution: nn.Conv2d) -> bool:
     narrow = convolution.in_channels // convolution.groups < NARROW
     return max(convolution.kernel_size) == 1 and max(convolution.stride) > 1 and narrow
+
+
+def _drops_in_maps(module: nn.Module) -> bool:
+    """Whether an element-wise dropout may sit on feature maps, as far as the order of the modules tells.
+
+    The head begins behind the last 2-D convolution with a layer that leaves no map; a Sequential of linear layers is one anywhere.
+    (Dropout2d and FeatureAlphaDropout draw a number for each channel, whatever the layout.)
+    """
+    parts = list(module.modules())
+    images = {id(part) for part in parts if isinstance(part, nn.Conv2d | nn.ConvTranspose2d)}
+    if not images:
+        return False
+    last = max(i for i, part in enumerate(parts) if id(part) in images)
+    tail = parts[last + 1 :]
+    begin = next((i for i, part in enumerate(tail) if _leaves_no_map(part)), len(tail))
+    safe = {id(part) for part in tail[begin:]}
+    for part in parts:
+        if isinstance(part, nn.Sequential) and any(isinstance(child, nn.Linear) for child in part):
+            inner = {id(p) for p in part.modules()}
+            if not inner & images:
+                safe |= inner
+    return any(isinstance(part, nn.Dropout | nn.AlphaDropout) and part.p > 0 and id(part) not in safe for part in parts)
+
+
+def _leaves_no_map(part: nn.Module) -> bool:
+    if isinstance(part, nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d):
+        return part.output_size in (1, (1, 1))
+    return isinstance(part, nn.Flatten | nn.Linear)
 
 
 def _is_channels_last(parameter: torch.Tensor) -> bool:

@@ -109,6 +109,15 @@ class Ledger:
             "change gradients in before_update=",
         )
 
+    def cut_graph(self, call: str, model: str) -> None:
+        """Warn, once, of a loss that does not train a model which the step is to train."""
+        self._warn(
+            "graph",
+            f"{call} with {model} in eval mode: an eval-mode call keeps no graph, so this loss does not train it through that call; "
+            "write optimize(..., inference='grad'), or model.train() with only the BatchNorm layers in eval; where that is meant, "
+            "call it under torch.no_grad()",
+        )
+
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)

@@ -148,7 +148,8 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
     decided_for = (device, dtype, tuple(map(id, parts)))
     known = _layouts.get(module)
     if known is None or known[0] != decided_for:
-        decision = memory_format.decide(Facts(machine(), traits([module]), device=device), "auto")
+        found = replace(traits([module]), dropout_on_maps=False)  # in eval mode it draws nothing
+        decision = memory_format.decide(Facts(machine(), found, device=device), "auto")
         known = _layouts[module] = decided_for, Plan([decision])
     plan = known[1]
     return _LaidOut(live, parts, plan) if plan[memory_format.NAME].choice == "on" else None

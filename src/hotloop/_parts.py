@@ -101,6 +101,7 @@ class Live:
     __slots__ = (
         "__weakref__",
         "companions",
+        "cut",
         "exact",
         "in_step",
         "inference",
@@ -117,6 +118,7 @@ class Live:
         self.exact = exact
         self.methods = methods
         self.in_step = 0
+        self.cut = False  # an eval-mode call has left out the graph that the plain model would have made
         self.moved_from: torch.device | None = None  # where `optimize` found the model, if it moved it
         self.companions: list[nn.Module] = []  # what was placed with the model and moves with it: a loss function
         self.plan: Any = None

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotloop import _forms as forms
 from hotloop import _state
 from hotloop._ledger import Ledger
 from hotloop._metrics import Means
-from hotloop._parts import Live
+from hotloop._parts import Live, lives_within
 from hotloop._plan import Plan
 from hotloop._scaling import Scaling
 from hotloop._update import first_not_finite
@@ -41,6 +42,8 @@ class Progress:
         self._optimizers = tuple(optimizers)
         self._schedulers = tuple(schedulers)
         self._models = [live.parts.model for live in lives]
+        # The wrapped models that a model is made of are inside its step as well.
+        self._inside = [*self._lives, *(live for model in self._models for live in lives_within(model))]
         trained = [*self._models, loss_fn] if isinstance(loss_fn, nn.Module) else self._models
         self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, self._models))
         self._window = Window(window, trained, optimizers, on_replaced=self._ledger.replaced_gradients)
@@ -101,6 +104,19 @@ class Progress:
         """Go on from `state_dict()`. Everything is checked first: a state that does not fit raises and changes nothing."""
         _state.load(self._memory(), state)
         self._scaling.remember(self.scaler)
+
+    def _check_own_loss(self, loss: Tensor, call: forms.Call) -> None:
+        """Raise unless the loss can be trained with; warn where an eval-mode call has kept a model out of its graph."""
+        forms.check_loss(loss, call, in_eval=not self._live.parts.model.training)
+        for live in self._inside:
+            if live.cut:
+                live.cut = False
+                if not live.parts.model.training and self._trains(live.parts.model):
+                    self._ledger.cut_graph(forms.written(*call), type(live.parts.model).__name__)
+
+    def _trains(self, model: nn.Module) -> bool:
+        trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        return any(p.requires_grad and id(p) in trained for p in model.parameters())
 
     def _memory(self) -> _state.Memory:
         held = (self.scaler, self._window, self._ledger, self._means)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
 
-from hotloop._parts import Live, Parts
+from hotloop._parts import Live
 from hotloop._plan import Decision, revert
+from hotloop._traces import Proven, Snapshot
 
 T = TypeVar("T")
 
@@ -23,15 +23,15 @@ class Recovery:
     """Runs calls under automatic choices that user code may not bear, and runs a failed one again without them.
 
     The first call that raises is repeated without one choice, then without all, from the same random state, and so that each
-    buffer is changed once. Where that works, the choice stays off for all models of the plan, which quotes the error; where it
-    does not, the error was the user's own and is the one that the plain configuration gives.
+    buffer and each count that a module keeps is changed once. Where that works, the choice stays off for all models of the plan,
+    which quotes the error; where it does not, the error was the user's own and is the one that the plain configuration gives.
     """
 
     def __init__(self, lives: Sequence[Live], choices: list[tuple[Decision, str]]) -> None:
         self._lives = lives
         self._choices = choices  # with what holds in its place
         self._running = False
-        self._proven: dict[tuple[int, bool], _Buffers] = {}  # modes that have run
+        self._proven: dict[tuple[int, bool], Proven] = {}  # modes that have run
 
     def copy(self, live: Live) -> Recovery:
         """For a copy of a model."""
@@ -43,12 +43,12 @@ class Recovery:
             return run()
         mode = (id(live), live.parts.model.training)
         proven = self._proven.get(mode)
-        saved = _Snapshot(live.parts, proven)
+        saved = Snapshot(live, proven)
         self._running = True
         try:
             result = run()
             if proven is None:
-                self._proven[mode] = _Buffers(live.parts.model)
+                self._proven[mode] = saved.proven()
             return result
         except torch.OutOfMemoryError:
             raise
@@ -57,7 +57,7 @@ class Recovery:
         finally:
             self._running = False
 
-    def _without(self, run: Callable[[], T], saved: _Snapshot, first: Exception) -> T:
+    def _without(self, run: Callable[[], T], saved: Snapshot, first: Exception) -> T:
         error = first
         saved.failed()
         alone = [[choice] for choice in self._choices]
@@ -90,78 +90,3 @@ class Recovery:
         if not self._choices:
             for live in self._lives:
                 live.recovery = None
-
-
-class _Buffers:
-    """A model's buffers, and how to see which of them a run has changed without a copy of each.
-
-    A buffer's version tells, but not of the statistics that a normalisation's kernel writes: BatchNorm counts its batches in
-    another buffer, so that a module's buffers are taken together; InstanceNorm does not, and has its copied.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.seen: list[Tensor] = []
-        self.unseen: list[Tensor] = []
-        self._owners: list[int] = []
-        for i, part in enumerate(module.modules()):
-            own = [b for b in part._buffers.values() if b is not None and not nn.parameter.is_lazy(b) and not b.is_inference()]
-            if isinstance(part, nn.modules.instancenorm._InstanceNorm):
-                self.unseen += own
-            else:
-                self.seen += own
-                self._owners += [i] * len(own)
-
-    def versions(self) -> list[int]:
-        return [b._version for b in self.seen]
-
-    def changed_since(self, versions: list[int]) -> list[Tensor]:
-        touched = {owner for b, owner, version in zip(self.seen, self._owners, versions, strict=True) if b._version != version}
-        return [b for b, owner in zip(self.seen, self._owners, strict=True) if owner in touched]
-
-
-class _Snapshot:
-    """What a call changes besides its result: the random state, and the model's buffers.
-
-    Until a mode has run once the buffers are copied, which costs an operator each. From then on those that a failed run has
-    changed are found by their versions: they hold what the batch gives them, and hold it again after the last run.
-    """
-
-    def __init__(self, parts: Parts, proven: _Buffers | None) -> None:
-        self._random = torch.get_rng_state()
-        self._device = parts.device
-        module: Any = None if parts.device.type == "cpu" else torch.get_device_module(parts.device)
-        self._module = module if hasattr(module, "get_rng_state") else None
-        self._on_device = None if self._module is None else self._module.get_rng_state(parts.device)
-        self._proven = proven
-        if proven is None:
-            buffers = _Buffers(parts.model)
-            self._before = _copied([*buffers.seen, *buffers.unseen])
-        else:
-            self._before, self._versions = _copied(proven.unseen), proven.versions()
-        self._changed: list[tuple[Tensor, Tensor]] = []
-
-    def failed(self) -> None:
-        """The first run has raised."""
-        if self._proven is not None:
-            self._changed = _copied(self._proven.changed_since(self._versions))
-
-    def restore(self) -> None:
-        """Before another run."""
-        torch.set_rng_state(self._random)
-        if self._module is not None:
-            self._module.set_rng_state(self._on_device, self._device)
-        _put_back(self._before)
-
-    def finish(self) -> None:
-        """After the last run."""
-        _put_back(self._changed)
-
-
-def _copied(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    with torch.no_grad():
-        return [(tensor, tensor.clone()) for tensor in tensors]
-
-
-def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in copies:
-        tensor.data.copy_(value)  # its version stays: the run that worked may have saved it for its backward

@@ -16,7 +16,7 @@ from hotloop._backward import backward
 from hotloop._batch_loss import BatchLoss, Settings
 from hotloop._call import as_float32
 from hotloop._metrics import Metrics
-from hotloop._parts import Live, lives_within
+from hotloop._parts import Live
 from hotloop._plan import Plan
 from hotloop._progress import Progress
 from hotloop._reading import Reading, snapshot
@@ -51,8 +51,6 @@ class Step(Progress):
     ) -> None:
         super().__init__(lives, optimizers, schedulers, plan, window=settings.accumulate, loss_fn=settings.loss_fn)
         self._batch_loss = BatchLoss(self._lives, settings)
-        # The wrapped models that a model is made of are inside its step as well.
-        self._inside = [*self._lives, *(live for model in self._models for live in lives_within(model))]
         self._closure = closure
         self._update = Update(
             self._models,
@@ -105,7 +103,7 @@ class Step(Progress):
             return self._train_with_closure(args, kwargs, weight)
         if len(args) == 1 and forms.is_loss(args[0]):
             loss, named, output = args[0], kwargs, ()
-            forms.check_loss(loss, (args, kwargs), in_eval=not self._live.parts.model.training)
+            self._check_own_loss(loss, (args, kwargs))
             forms.check_metrics(named, (args, kwargs))
             self._window.open()
             self._backward(loss, weight)
@@ -131,7 +129,7 @@ class Step(Progress):
         """The backward of a micro-batch's loss, divided by the window's size as a plain loop divides it."""
         if not self._live.exact:
             loss = as_float32(loss)
-        share = self._window.share(weight)
+        share = self._window.share(weight, self._update.rescale)
         if share != 1.0:
             loss = loss * share
         if self._window.size != 1:
@@ -221,7 +219,7 @@ class Step(Progress):
         if self._closure:
             raise TypeError(forms.loss_for_closure((loss,), {}, self._optimizers[0], "step.backward"))
         forms.refuse_inference_mode((loss,), {}, "step.backward")
-        forms.check_loss(loss, ((loss,), {}, "step.backward"), in_eval=not self._live.parts.model.training)
+        self._check_own_loss(loss, ((loss,), {}, "step.backward"))
         self._window.check()
         self._window.open()
         with torch.enable_grad():

@@ -61,15 +61,18 @@ class Update:
         self._running = True
         self._stepped.clear()
         try:
-            if not scaler.is_enabled():
-                norm = self.finish_gradients()
+            if scaler.is_enabled():
+                norm, flags = self._scaled(scaler)
+            else:
+                norm, flags = self.finish_gradients(), []
                 for stepping in self._steppings:
                     stepping.run(issue, scaled=False)
-                return norm, []
-            return self._scaled(scaler)
         finally:
             self._running = False
             self._remember()
+        if not self._applied:
+            self._check_trained()
+        return norm, flags
 
     def with_closure(self, closure: Callable[[], Tensor]) -> None:
         """A step of an optimizer that evaluates the loss itself."""
@@ -79,6 +82,8 @@ class Update:
         finally:
             self._running = False
             self._remember()
+        if not self._applied:
+            self._check_trained()
 
     def _scaled(self, scaler: torch.amp.GradScaler) -> tuple[Tensor | None, list[Any]]:
         # The scaler refuses an optimizer that none of the losses reached; its own step has nothing to do then.
@@ -124,8 +129,22 @@ class Update:
             self._before_update()
         if self._clip_norm is None:
             return None
-        norm = torch.nn.utils.clip_grad_norm_(list(self._clipped()), self._clip_norm)
+        clipped = list(self._clipped())
+        try:
+            norm = torch.nn.utils.clip_grad_norm_(clipped, self._clip_norm)
+        except NotImplementedError as error:
+            sparse = next((p for p in clipped if p.grad is not None and p.grad.is_sparse), None)
+            if sparse is None:
+                raise
+            raise TypeError(
+                f"optimize(..., clip_norm={self._clip_norm}): the gradient of {self._name(sparse)} is sparse, and torch has no norm "
+                "of sparse gradients; make the layer with sparse=False, or leave clip_norm away and clip the others in before_update="
+            ) from error
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded parameters
+
+    def _name(self, parameter: Tensor) -> str:
+        named = (name for model in self._models for name, p in model.named_parameters() if p is parameter)
+        return next((repr(name) for name in named), f"a parameter {tuple(parameter.shape)}")
 
     def _clipped(self) -> Iterator[Tensor]:
         """The models' parameters in their own order, then the optimizers' others: the order of the sum is part of its bits."""
@@ -151,6 +170,18 @@ class Update:
                     if parameter.grad is not None:
                         applied.append(weakref.ref(parameter.grad))
                         break
+
+    def _check_trained(self) -> None:
+        """No parameter of an optimizer had a gradient: raise if the models have other ones than the optimizers train."""
+        own = {id(p): p for model in self._window.models for p in model.parameters()}
+        if any(id(p) in own for o in self._optimizers for p in _parameters(o)):
+            return
+        if any(p.grad is not None for p in own.values()):
+            raise RuntimeError(
+                "step(...): the optimizer trains none of this model's parameters any more; something has replaced them, such as "
+                "load_state_dict(..., assign=True) on the plain module; load into the wrapped model, or without assign, or make the "
+                "optimizer anew and call optimize again"
+            )
 
     def on_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: ours, or, with gradients that are applied already, a leftover of the old loop."""

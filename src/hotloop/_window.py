@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_HEAVY = 8.0  # times the weight that others count relative to
 
 
 class Window:
@@ -29,7 +32,7 @@ class Window:
         self.weight = 0.0
         self.reference = 1.0  # weights count relative to the first one, so that token counts do not blow gradients up
         self.common: float | None = None  # what weights count relative to instead, where several processes have agreed on it
-        self._models = models
+        self.models = models
         self._optimizers = optimizers
         self._on_replaced = on_replaced
         self._watched: list[tuple[Tensor, int, weakref.ref[Tensor]]] = []
@@ -46,7 +49,7 @@ class Window:
     def drop(self) -> None:
         """Forget the window: no gradients, no count."""
         self.close()
-        for model in self._models:
+        for model in self.models:
             _drop_gradients(model)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -62,11 +65,21 @@ class Window:
         self.weight = 0.0
         self.reference = 1.0
 
-    def share(self, weight: float) -> float:
-        """What the loss of the next micro-batch is multiplied with, besides being divided by the window's size."""
+    def share(self, weight: float, rescale: Callable[[float], None]) -> float:
+        """What the loss of the next micro-batch is multiplied with, besides being divided by the window's size.
+
+        Where it is much heavier than those before, `rescale` makes their gradients smaller instead: float16 would overflow.
+        """
         if self.count == 0 and weight > 0:
             self.reference = self.common or weight
-        return weight / self.reference
+        share = weight / self.reference
+        if share > _HEAVY and self.common is None:
+            power = 2.0 ** math.ceil(math.log2(share))  # of two: in float32 no bit is lost
+            self.reference *= power
+            self.weight /= power
+            rescale(1 / power)
+            share = weight / self.reference
+        return share
 
     def add(self, weight: float) -> bool:
         """A micro-batch's gradient is in; tells whether the window is full."""

@@ -153,8 +153,8 @@ class Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.drop = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout()
-        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(16 * 16, 2)
+        self.conv, self.norm, self.pool = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.MaxPool2d(2)
+        self.head, self.drop = nn.Linear(16 * 16, 2), nn.Dropout()
 
     def forward(self, x):
         return self.head(self.drop(self.pool(self.norm(self.conv(x))).view(len(x), -1)))
@@ -196,6 +196,12 @@ def shallow() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1))
 
 
+def with_dropout(layer: nn.Module, *, before: int) -> nn.Sequential:
+    """`net()` with a layer more."""
+    layers = list(net())
+    return nn.Sequential(*layers[:before], layer, *layers[before:])
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -208,6 +214,9 @@ def shallow() -> nn.Sequential:
         (lambda: nn.Sequential(nn.Conv1d(3, 3, 3), *net()), "1-D convolutions"),
         (lambda: net().double(), "float32"),
         (lambda: nn.Sequential(*net(), nn.Conv2d(8, 64, 1, stride=2)), "writes beyond its memory"),
+        (lambda: with_dropout(nn.Dropout(), before=3), "dropout"),
+        (lambda: with_dropout(nn.AlphaDropout(), before=4), "dropout"),
+        (lambda: with_dropout(nn.Sequential(nn.ReLU(), nn.Dropout()), before=3), "dropout"),
     ],
 )
 def test_off_with_the_reason(make, reason):
@@ -234,6 +243,42 @@ def test_the_users_own_format_stays():
     step = optimize(raw, SGD(raw.parameters(), 0.1), CE).step
     assert step.plan["channels_last"].choice == "as it is"
     assert in_format(raw[3].weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "before"),
+    [
+        (nn.Dropout(), 5),  # behind the pooling
+        (nn.Dropout(), 6),  # behind the Flatten
+        (nn.Dropout(0.0), 3),
+        (nn.Dropout2d(), 3),  # a number for each channel
+        (nn.FeatureAlphaDropout(), 3),
+        (nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(16, 16)), 5),
+        (nn.Sequential(nn.Dropout(), nn.Flatten(), nn.Linear(16, 16)), 5),
+    ],
+)
+def test_a_dropout_that_draws_the_same_mask_does_not_keep_it_off(layer, before):
+    """Most classifiers have one in their head."""
+    raw = with_dropout(layer, before=before)
+    plain = copy.deepcopy(raw)
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE, cudnn_benchmark=False)
+    assert step.plan["channels_last"].choice == "on"
+    x = images(1)[0][0]
+    torch.manual_seed(3)
+    ours = model(x)
+    torch.manual_seed(3)
+    assert torch.allclose(ours, plain(x), atol=1e-5)
+
+
+def test_a_dropout_on_feature_maps_draws_the_mask_of_the_plain_loop():
+    raw = with_dropout(nn.Dropout(), before=3)
+    plain = copy.deepcopy(raw)
+    model = optimize(raw, SGD(raw.parameters(), 0.1), CE, cudnn_benchmark=False).model
+    x = images(1)[0][0]
+    torch.manual_seed(3)
+    ours = model(x)
+    torch.manual_seed(3)
+    assert torch.allclose(ours, plain(x), atol=1e-5)
 
 
 def test_exact_leaves_it_off():

@@ -4,6 +4,9 @@ What "auto" lays out anew is the images that a call is given: feature maps follo
 the weights. The weights stay as they are, so that `p.view(-1)`, `p.grad.view(-1)` and the model's other methods do what they do
 in the plain loop, and what a call returns is contiguous again. True converts the weights as well, as
 `model.to(memory_format=torch.channels_last)` does.
+
+Random numbers for a tensor are drawn in the order of its memory: a dropout on maps gets another mask. Where a module may do that
+"auto" stays off; what a forward draws by itself (`F.dropout`, `torch.randn_like`) cannot be seen.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hotloop._tree import map_leaves
 
 NAME = "channels_last"
 _LAYOUT = torch.channels_last
+_DRAWS = "a dropout may sit on feature maps, and would draw other masks: numbers are drawn in the order of memory"
 
 
 def decide(facts: Facts, wish: Any) -> Decision:
@@ -50,7 +54,7 @@ def decide(facts: Facts, wish: Any) -> Decision:
 
 def trial(facts: Facts) -> Decision | None:
     """What tuning may try where the wish is "auto"."""
-    if facts.traits.channels_last or facts.traits.convolutions != {2} or _impossible(facts):
+    if facts.traits.channels_last or facts.traits.convolutions != {2} or facts.traits.dropout_on_maps or _impossible(facts):
         return None
     return _decision(
         f"4-D inputs follow{_but(facts)}, weights and outputs stay as they are; rounds differently (1e-6)", facts, weights=False
@@ -80,6 +84,8 @@ def _unwise(facts: Facts) -> str:
         return problem
     if traits.convolutions != {2}:
         return "the model has 1-D convolutions as well"
+    if traits.dropout_on_maps:
+        return _DRAWS
     if device == "cuda":
         if not facts.sixteen_bit and not traits.floats <= {torch.float16, torch.bfloat16}:
             return "on CUDA it is known to pay in 16 bits, and this model runs in 32"

@@ -1,0 +1,157 @@
+"""What a run of a model changes besides its result, and how to put it back."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from hotloop._parts import Live
+
+Cell = tuple[dict[str, Any], str]  # where a module keeps a buffer or an attribute: a dictionary of its own, and the name
+Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # of random numbers: what reads and what sets its state
+
+_NUMBERS = (int, float, bool)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What to look at in a mode that has run: what that run has changed, and the buffers.
+
+    A buffer's version tells that it was changed, but not of the statistics that a normalisation's kernel writes: BatchNorm
+    counts its batches in another buffer, so that a module's buffers are taken together; InstanceNorm does not, and has its copied.
+    """
+
+    cells: list[Cell]
+    sources: list[Source]
+    seen: list[Tensor]
+    owners: list[int]
+    unseen: list[Tensor]
+
+    def versions(self) -> list[int]:
+        return [b._version for b in self.seen]
+
+    def changed_since(self, versions: list[int]) -> list[Tensor]:
+        touched = {owner for b, owner, version in zip(self.seen, self.owners, versions, strict=True) if b._version != version}
+        return [b for b, owner in zip(self.seen, self.owners, strict=True) if owner in touched]
+
+
+class Snapshot:
+    """The random state, the buffers, and what the attributes of modules are (a queue's pointer, a count).
+
+    Until a mode has run once all of it is kept, which costs an operator a buffer. From then on only the random states, the
+    numbers and the places of buffers that this run has changed: of buffers that a failed run has changed in place their versions
+    tell; they hold what the batch gives them, and hold it again after the last run.
+    """
+
+    def __init__(self, live: Live, proven: Proven | None) -> None:
+        self._random = torch.get_rng_state()
+        self._device = live.parts.device
+        module: Any = None if self._device.type == "cpu" else torch.get_device_module(self._device)
+        self._module = module if hasattr(module, "get_rng_state") else None
+        self._on_device = None if self._module is None else self._module.get_rng_state(self._device)
+        self._proven = proven
+        if proven is None:
+            self._parts = [part for model in (live.parts.model, *live.companions) for part in model.modules()]
+            cells = list(_cells(self._parts))
+            sources = list(_sources(self._parts))
+            buffers = [b for part in self._parts for b in part._buffers.values() if b is not None and _has_values(b)]
+        else:
+            cells = [(kept, name) for kept, name in proven.cells if name in kept]
+            sources, buffers = proven.sources, proven.unseen
+            self._versions = proven.versions()
+        self._cells = [(kept, name, kept[name]) for kept, name in cells]
+        self._sources = [(read, put, read()) for read, put in sources]
+        self._before = _copied(buffers)
+        self._changed: list[tuple[Tensor, Tensor]] = []
+
+    def proven(self) -> Proven:
+        """After a first run that was fine: what to look at from now on."""
+        before = {(id(kept), name): value for kept, name, value in self._cells}
+        moved = [(kept, name) for kept, name in _cells(self._parts) if before.get((id(kept), name), before) is not kept[name]]
+        own_buffers = {id(part._buffers) for part in self._parts}
+        # A tensor among the attributes may be a feature map: kept for another run it would stay in memory.
+        cells = [(kept, name) for kept, name in moved if id(kept) in own_buffers or type(kept[name]) in _NUMBERS]
+        sources = [(read, put) for read, put, state in self._sources if pickle.dumps(read()) != pickle.dumps(state)]
+        replaced = {id(kept[name]) for kept, name in cells}
+        made = Proven(cells, sources, [], [], [])
+        for i, part in enumerate(self._parts):
+            own = [b for b in part._buffers.values() if b is not None and _has_values(b) and id(b) not in replaced]
+            if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+                made.unseen.extend(own)
+            else:
+                made.seen.extend(own)
+                made.owners.extend([i] * len(own))
+        return made
+
+    def failed(self) -> None:
+        """The first run has raised."""
+        if self._proven is not None:
+            self._changed = _copied(self._proven.changed_since(self._versions))
+
+    def restore(self) -> None:
+        """Before another run."""
+        torch.set_rng_state(self._random)
+        if self._module is not None:
+            self._module.set_rng_state(self._on_device, self._device)
+        for _, put, state in self._sources:
+            put(state)
+        if self._proven is None:
+            known = {(id(kept), name) for kept, name, _ in self._cells}
+            for kept, name in list(_cells(self._parts)):
+                if (id(kept), name) not in known:
+                    del kept[name]
+        for kept, name, value in self._cells:
+            kept[name] = value
+        _put_back(self._before)
+
+    def finish(self) -> None:
+        """After the last run."""
+        _put_back(self._changed)
+
+
+def _cells(parts: Sequence[nn.Module]) -> Iterator[Cell]:
+    for part in parts:
+        yield from ((part._buffers, name) for name, _ in part._buffers.items())
+        if not isinstance(part, LazyModuleMixin):  # it takes its sizes from the first batch, once
+            attributes = vars(part)
+            yield from ((attributes, name) for name in attributes if name not in _OF_EVERY_MODULE)
+
+
+def _sources(parts: Sequence[nn.Module]) -> Iterator[Source]:
+    """The random number generators besides torch's own: Python's, NumPy's if it is in use, and those that modules hold."""
+    yield random.getstate, random.setstate
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield numpy.get_state, numpy.set_state
+    held = {id(value): value for part in parts for value in vars(part).values()}
+    for value in held.values():
+        if isinstance(value, random.Random):
+            yield value.getstate, value.setstate
+        elif isinstance(value, torch.Generator) or (numpy is not None and isinstance(value, numpy.RandomState)):
+            yield value.get_state, value.set_state
+        elif numpy is not None and isinstance(value, numpy.Generator):
+            yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+
+
+def _has_values(buffer: Tensor) -> bool:
+    return not nn.parameter.is_lazy(buffer) and not buffer.is_inference()
+
+
+def _copied(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    with torch.no_grad():
+        return [(tensor, tensor.clone()) for tensor in tensors]
+
+
+def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in copies:
+        tensor.data.copy_(value)  # its version stays: the run that worked may have saved it for its backward
