@@ -11,6 +11,7 @@ Against the naive loop (default optimizer, float32, the loss read in every step)
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks import epochs, loops
 from benchmarks.loops import Loop
 from benchmarks.measure import assert_close, interleave, one_thread, summary, table, write
 from benchmarks.workloads import WORKLOADS, Workload
+from hotloop import compare
 
 SECONDS = 8  # for the timed rounds of one table
 LOOPS: dict[str, Callable[[Workload], Loop]] = {
@@ -71,6 +73,17 @@ def epoch(workload: Workload) -> dict[str, Any]:
     return summary(interleave(runs, rounds=_rounds(runs), warmup=1), base="naive")
 
 
+def agreement(training: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What a user of `compare` is told of the digits net, whose plain loop is the bare one, beside what is measured here."""
+    workload = WORKLOADS["digits net"]
+    start = time.perf_counter()
+    told = compare(workload.make, workload.some(), steps=200).as_dict()["ratio"]
+    seconds = time.perf_counter() - start
+    rows = training[workload.name]
+    measured = rows["hotloop"]["ms"] / rows["bare"]["ms"]
+    return {workload.name: {"compare": round(told, 4), "baseline": round(measured, 4), "seconds": round(seconds, 1)}}
+
+
 def _rounds(runs: dict[str, Callable[[], object]]) -> int:
     """As many as fit into the time for a table, by a first look."""
     first = interleave(runs, rounds=2, warmup=1)
@@ -106,6 +119,9 @@ def main() -> None:
                 results[kind][name] = measure(WORKLOADS[name])
                 print(f"\n{kind}: {name}\n{table(results[kind][name])}", flush=True)
     if chosen == list(WORKLOADS):
+        with one_thread():
+            results["compare"] = agreement(results["training"])
+        print(f"\ncompare\n{table(results['compare'])}")
         print(write("baseline", results))
 
 

@@ -59,6 +59,10 @@ def _epoch(results: Any) -> str:
     return table("x naive", ratios(results["epoch"], "naive"))
 
 
+def _compare(results: Any) -> str:
+    return table("x bare", results["compare"])
+
+
 def _peers(results: Any) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return f"{table('x naive', ratios(results['training'], 'naive'))}\n\n{versions}"
@@ -103,6 +107,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "training": ("baseline", _training),
     "evaluation": ("baseline", _evaluation),
     "epoch": ("baseline", _epoch),
+    "compare": ("baseline", _compare),
     "peers": ("peers", _peers),
     "memory": ("memory", _memory),
     "overhead": ("overhead", _overhead),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 Made = tuple[nn.Module, Optimizer, Callable[..., Tensor]]
 Batch = tuple[Tensor, Tensor]
@@ -139,6 +141,17 @@ class Mixer(nn.Module):
         return self.head(x.mean(1))
 
 
+def digits_net() -> nn.Module:
+    """The demo's, without dropout: loops that take turns draw different random numbers."""
+    from examples import digits
+
+    model = digits.make_model()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return model
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -156,16 +169,26 @@ def images_of_many_sizes() -> list[Batch]:
     return [(torch.randn(8, 3, *size), torch.randint(10, (8,))) for size in sizes]
 
 
+def handwritten() -> list[Batch]:
+    """Real ones."""
+    from examples import digits
+
+    train, _ = digits.make_data()
+    return [(x, y) for x, y in DataLoader(train, batch_size=64, drop_last=True)]
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("tiny MLP", lambda: mlp(32, 64, 10), lambda: classification(32, 32), steps=50),
         Workload("tabular MLP", lambda: mlp(64, 1024, 1024, 128, 10), lambda: classification(128, 64), steps=5),
         Workload("ResNet-like", lambda: resnet(64, 64, 128, 128, 256, 256), lambda: classification(64, 3, 32, 32)),
+        Workload("digits net", digits_net, handwritten, steps=4),
         Workload("UNet-like", UNet, segmentation, steps=2),
         Workload("GPT-like", GPT, text, steps=2),
         Workload("LSTM", LSTM, lambda: classification(32, 24, 32), steps=5),
         Workload("MLP-mixer", Mixer, lambda: classification(32, 3, 32, 32), steps=2),
         Workload("many sizes", lambda: resnet(16, 32, 64), images_of_many_sizes, steps=4),
     )
+    if workload.name != "digits net" or importlib.util.find_spec("sklearn")  # a GPU machine may have nothing but torch
 }

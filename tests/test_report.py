@@ -27,7 +27,12 @@ def rows(base: str, **others: float) -> dict[str, dict[str, float]]:
 
 NAIVE = {"small": rows("naive", bare=0.9, hotloop=0.512), "large": rows("naive", hotloop=0.25)}
 RESULTS: dict[str, dict[str, Any]] = {
-    "baseline": {"training": NAIVE, "evaluation": NAIVE, "epoch": NAIVE},
+    "baseline": {
+        "training": NAIVE,
+        "evaluation": NAIVE,
+        "epoch": NAIVE,
+        "compare": {"small": {"compare": 0.661, "baseline": 0.65}},
+    },
     "peers": {"versions": {"other": "1.2.3"}, "training": NAIVE},
     "memory": {"peak": {"small": {"naive": {"ratio": 1.0}, "hotloop": {"added MiB": 2.0, "ratio": 0.994}}}},
     "overhead": {"workload": "small", "a step": {"Adam": {"bare µs": 439.5, "added calls": -0.0}}},
@@ -58,6 +63,7 @@ LINES = [
     ("training", ["| x naive | bare | hotloop |", "| small | 0.90 | 0.51 |", "| large |  | 0.25 |"]),
     ("evaluation", ["| small | 0.90 | 0.51 |"]),
     ("epoch", ["| small | 0.90 | 0.51 |"]),
+    ("compare", ["| x bare | compare | baseline |", "| small | 0.66 | 0.65 |"]),
     ("peers", ["| large |  | 0.25 |", "other 1.2.3"]),
     ("memory", ["| peak x naive | hotloop |", "| small | 0.99 |"]),
     ("overhead", ["| small | bare µs | added calls |", "| Adam | 439.5 | 0.0 |"]),
