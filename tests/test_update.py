@@ -657,20 +657,27 @@ def test_an_optimizer_that_is_differentiated_through_keeps_its_gradients_on(kind
     assert torch.is_grad_enabled()
 
 
-def test_an_evaluation_may_begin_and_end_while_an_optimizer_steps():
-    """In another thread, for example; torch's own loop over its hooks cannot bear it."""
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "the user's own"])
+def test_an_evaluation_may_begin_and_end_while_an_optimizer_steps(kind):
+    """In another thread, for example; torch's own loop over its hooks bears none that comes or goes meanwhile."""
     model = nn.Linear(4, 2)
-    step = hotloop.optimize(model, AdamW(model.parameters()), nn.MSELoss(), device="cpu").step
+    optimizer = AdamW(model.parameters())
+    watch_all(lambda: None)()
+    if kind == "the user's own":
+        run = optimizer.step
+    else:
+        step = hotloop.optimize(model, optimizer, nn.MSELoss(), device="cpu", precision=kind).step
+        run = partial(step, torch.ones(3, 4), torch.ones(3, 2))
     ends = []
     end = watch_all(lambda: ends.append(watch_all(lambda: None)))
     try:
         for _ in range(2):
-            step(torch.ones(3, 4), torch.ones(3, 2))
+            run()
     finally:
         for each in (end, *ends):
             each()
     assert len(ends) == 2
-    step(torch.ones(3, 4), torch.ones(3, 2))
+    run()
     assert len(ends) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -66,6 +67,18 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
             return finished(output, live, parts, detach=not torch.is_grad_enabled())
     finally:
         parts.flags.put_back(found)
+        if torch.is_autocast_enabled(parts.device.type) and torch.is_grad_enabled() and _casts_lose_their_graph():
+            torch.clear_autocast_cache()
+
+
+@functools.cache
+def _casts_lose_their_graph() -> bool:
+    """Whether autocast hands out a cast that it made without gradients where gradients are on, as an older torch does."""
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        return not torch.mm(weight, weight).requires_grad
 
 
 def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:

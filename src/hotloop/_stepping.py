@@ -14,7 +14,8 @@ from torch.optim import optimizer as optim
 from hotloop._rebind import fit_state
 
 _pre_hooks, _post_hooks = optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks
-_watching: dict[int, Callable[[], None]] = {}  # those of the hooks for all optimizers that are our own
+_watchers: dict[object, Callable[[], None]] = {}  # what evaluations of now have called after any optimizer's step
+_own_hook: Any = None  # the one hook for all optimizers that is ours
 
 
 def _code_around(decorate: Callable[[Any], Any]) -> CodeType | None:
@@ -30,9 +31,7 @@ def issue(optimizer: Optimizer) -> None:
     """`optimizer.step()`, past torch's wrappers around it where they have nothing to do.
 
     The outer one opens a profiler region and loops over hooks, the inner one turns gradients off in a roundabout way: together
-    they take as long as a third of a small fused step. They are left out where no profiler runs and the only hook is ours, which
-    tells foreign steps from our own. Nor is the outer one safe while another thread begins or ends an evaluation, which watches
-    all optimizers: torch loops over the hooks themselves.
+    they take as long as a third of a small fused step. They are left out where no profiler runs and the only hooks are ours.
     """
     step: Any = type(optimizer).step
     if (
@@ -41,7 +40,7 @@ def issue(optimizer: Optimizer) -> None:
         and len(optimizer._optimizer_step_post_hooks) == 1
         and not optimizer._optimizer_step_pre_hooks
         and not _pre_hooks
-        and (not _post_hooks or _post_hooks.keys() <= _watching.keys())
+        and (not _post_hooks or (len(_post_hooks) == 1 and _is_watched()))
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):
         run = step.__wrapped__
@@ -53,23 +52,34 @@ def issue(optimizer: Optimizer) -> None:
                 torch.set_grad_enabled(True)
         else:
             run(optimizer)
-        if _watching:
-            for watcher in list(_watching.values()):
-                watcher()
+        if _watchers:
+            _tell_watchers()
     else:
         optimizer.step()
 
 
 def watch_all(watcher: Callable[[], None]) -> Callable[[], None]:
     """Have `watcher` called after the step of any optimizer, the user's too; returns what ends that."""
-    handle = optim.register_optimizer_step_post_hook(lambda *_: watcher())
-    _watching[handle.id] = watcher
+    global _own_hook
+    # Once and for good: torch loops over the hooks themselves, and one that comes or goes makes a step in another thread fail.
+    if not _is_watched():
+        _own_hook = optim.register_optimizer_step_post_hook(_tell_watchers)
+    key = object()
+    _watchers[key] = watcher
 
     def end() -> None:
-        handle.remove()
-        _watching.pop(handle.id, None)
+        _watchers.pop(key, None)
 
     return end
+
+
+def _is_watched() -> bool:
+    return _own_hook is not None and _own_hook.id in _post_hooks
+
+
+def _tell_watchers(*_: Any) -> None:
+    for watcher in list(_watchers.values()):
+        watcher()
 
 
 class Stepping:
