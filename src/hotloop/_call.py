@@ -116,7 +116,7 @@ def finished(output: Any, live: Live, parts: Parts, *, detach: bool = False) -> 
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
     for look in parts.on_outputs:
         output = look(output)
-    if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not detach:
+    if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not (detach and output.requires_grad):
         return output
     cast = _casts(live, parts)
 

@@ -6,26 +6,12 @@ import copy
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import wrapt
 
-
-def kept_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which dynamo neither traces nor compiles. It is imported by those who compile, and not for this."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        run = _disabled(function) if "torch._dynamo" in sys.modules else function
-        return run(*args, **kwargs)
-
-    return call
-
-
-_disabled = functools.cache(torch.compiler.disable)
+from hotloop._dynamo import kept_from_dynamo
 
 
 def decorated(function: Any, evaluator: Callable[..., Any]) -> Any:

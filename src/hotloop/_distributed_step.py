@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotloop import _forms as forms
+from hotloop._dynamo import kept_from_dynamo
 from hotloop._exchange import Exchange
 from hotloop._given import Given
 from hotloop._metrics import Metrics
@@ -32,15 +33,15 @@ class DistributedStep(Step):
         self._update.averaged = isinstance(exchange, Exchange)
         self._switch()
 
-    def _guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float | None) -> Metrics:
+    @kept_from_dynamo
+    def __call__(self, /, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
+        """As `Step.__call__`; `weight` is this micro-batch's weight among those of all ranks."""
         if weight is not None and self._window.common is None:
             self._window.common = _agreed(forms.check_weight(weight))
         try:
-            return super()._guarded(args, kwargs, weight)
+            return super().__call__(*args, weight=weight, **kwargs)
         finally:
             self._switch()
-
-    _apart = torch._disable_dynamo(_guarded)  # type: ignore[arg-type, attr-defined, no-untyped-call, unused-ignore]
 
     def _switch(self) -> None:
         # At the end of a call: the forward that comes next may be the user's own.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotloop._decorated import kept_from_dynamo
+from hotloop._dynamo import kept_from_dynamo
 from hotloop._evaluation import Evaluation
 from hotloop._reading import read_numbers
 from hotloop._tree import leaves, map_leaves

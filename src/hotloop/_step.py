@@ -15,6 +15,7 @@ from hotloop import _forms as forms
 from hotloop._backward import backward
 from hotloop._batch_loss import BatchLoss, Settings
 from hotloop._call import as_float32
+from hotloop._dynamo import kept_from_dynamo
 from hotloop._metrics import Metrics
 from hotloop._parts import Live
 from hotloop._plan import Plan
@@ -22,9 +23,6 @@ from hotloop._progress import Progress
 from hotloop._reading import Reading, snapshot
 from hotloop._scaling import Scaling
 from hotloop._update import Update
-
-# Whether dynamo looks at the frames of this thread; nothing public tells. A torch without it: as if it did.
-_dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
 
 class Step(Progress):
@@ -62,6 +60,7 @@ class Step(Progress):
         )
         self._scaling = Scaling(self._update.rescale)
 
+    @kept_from_dynamo
     def __call__(self, /, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
         """Train on one batch, or on one loss; returns its metrics, which are read when they are looked at.
 
@@ -70,14 +69,6 @@ class Step(Progress):
         keyword arguments are then further metrics. `weight` is this micro-batch's weight in its window, such as its number of
         samples or tokens.
         """
-        # In a compiled function of the user's, dynamo would trace into the step and compile the optimizer in its own way. To
-        # keep it out (as torch.compiler.disable does, but without importing dynamo at once) costs 3 microseconds, since every
-        # frame then goes through its hook: only where it is at work.
-        if torch.compiler.is_compiling() or _dynamo_callback() is not None:
-            return self._apart(args, kwargs, weight)
-        return self._guarded(args, kwargs, weight)
-
-    def _guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float | None) -> Metrics:
         share = 1.0 if weight is None else forms.check_weight(weight)
         forms.refuse_inference_mode(args, kwargs)
         if self._window.is_open:
@@ -95,8 +86,6 @@ class Step(Progress):
                 live.parts.flags.restore()
             if not enabled:
                 torch.set_grad_enabled(False)
-
-    _apart = torch._disable_dynamo(_guarded)  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:
         if self._closure:
