@@ -27,7 +27,9 @@ model, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossE
 for i in range(5):
     step(torch.randn(8, 4), torch.randint(2, (8,)))
     {body}
-print(step.plan["ddp"].choice, dist.is_initialized() and dist.get_world_size(), round(step.mean()["loss"], 6))
+size = dist.is_initialized() and dist.get_world_size()
+line = " ".join(map(str, (step.plan["ddp"].choice, size, round(step.mean()["loss"], 6))))
+sys.stdout.write(line + chr(10))  # in one piece: lines of two ranks would run into each other
 """
 
 
