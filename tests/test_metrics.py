@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import json
 import math
@@ -15,9 +16,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import simgpu
-from hotloop import Metrics
+from hotloop import Metrics, optimize
 from hotloop._metrics import Means
 from hotloop._reading import Reading
 
@@ -286,3 +288,83 @@ def test_lines_of_the_old_loop_on_what_step_returned(name: str, text: str) -> No
     with pytest.raises(AttributeError, match=text):
         getattr(metrics, name)
     assert not hasattr(metrics, name)
+
+
+# --- numbers of NumPy's, and NumPy's arrays of metrics --------------------------------------------------------------------
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+NUMBERS = {
+    "float64": (np.float64(0.5), 0.5),
+    "float32": (np.float32(0.5), 0.5),
+    "int64": (np.int64(3), 3),
+    "bool_": (np.bool_(True), True),
+    "0-d array": (np.array(0.5), 0.5),
+    "IntEnum": (Level.HIGH, 3),
+    "complex64": (np.complex64(1j), 1j),
+}
+
+
+@pytest.mark.parametrize("way", ["loss", "metrics"])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_number_of_another_library_becomes_a_python_number(kind, way):
+    given, expected = NUMBERS[kind]
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if way == "loss":
+        model, step = optimize(net, optimizer)
+        metrics = step(model(torch.ones(1, 4)).sum(), f1=given)
+    else:
+        step = optimize(net, optimizer, nn.MSELoss(), metrics={"f1": lambda output, target: given}).step
+        metrics = step(torch.ones(1, 4), torch.ones(1, 2))
+    assert metrics["f1"] == expected
+    assert type(metrics["f1"]) is type(expected)
+    file = io.BytesIO()
+    torch.save(step.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["mean"].keys() == {"loss", "f1"}
+
+
+def test_arguments_of_a_step_may_be_numpys():
+    net = nn.Linear(4, 2)
+    step = optimize(net, torch.optim.SGD(net.parameters()), nn.MSELoss(), accumulate=np.int64(2), clip_norm=np.float32(1)).step
+    assert not step(torch.ones(1, 4), torch.ones(1, 2), weight=np.int64(3)).updated
+    assert step(torch.ones(1, 4), torch.ones(1, 2), weight=np.float32(3)).updated
+
+
+@pytest.mark.parametrize("weight", [10**400, -(10**400), float("inf"), float("nan"), np.float32("nan"), np.array([1, 2])])
+def test_a_weight_that_is_no_finite_number_is_refused(weight):
+    net = nn.Linear(4, 2)
+    step = optimize(net, torch.optim.SGD(net.parameters()), nn.MSELoss()).step
+    with pytest.raises(ValueError, match="weight is a finite number"):
+        step(torch.ones(1, 4), torch.ones(1, 2), weight=weight)
+
+
+def test_numpy_takes_metrics_for_their_losses():
+    first, second = metrics({"loss": 0.5, "acc": 1.0}), metrics({"loss": 1.5, "acc": 0.0})
+    assert np.array([first, second]).tolist() == [0.5, 1.5]
+    assert np.mean([first, second]) == 1.0
+    assert np.asarray(first, dtype=np.float32).dtype == np.float32
+    assert np.append(np.zeros(1), first).tolist() == [0.0, 0.5]
+
+
+def test_metrics_are_joined_with_other_mappings():
+    m = metrics({"loss": 0.5, "acc": 1.0})
+    assert {"epoch": 1} | m == {"epoch": 1, "loss": 0.5, "acc": 1.0}
+    assert m | {"acc": 2.0} == {"loss": 0.5, "acc": 2.0}
+    with pytest.raises(TypeError):
+        m | 1
+
+
+@pytest.mark.parametrize("use", [int, lambda m: m % 2, lambda m: m // 2, lambda m: +m, lambda m: divmod(m, 2)])
+def test_other_arithmetic_says_what_to_write(use):
+    with pytest.raises(TypeError, match=r"write metrics\['loss'\]"):
+        use(metrics({"loss": 0.5}))
+
+
+def test_a_metric_asked_for_as_an_attribute():
+    with pytest.raises(AttributeError, match=r"metrics.acc: metrics are read by name; write metrics\['acc'\]"):
+        getattr(metrics({"loss": 0.5, "acc": 1.0}), "acc")  # noqa: B009

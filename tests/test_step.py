@@ -743,3 +743,93 @@ def test_at_most_two_operators_more_on_an_accelerator(options):
         counted.append(Counter({name: n for name, n in simgpu.counts.items() if name.startswith("aten::")}))
     more = counted[1] - counted[0]
     assert sum(more.values()) <= 2 * 4, more
+
+
+# --- hints ----------------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        h = super().forward(x)
+        return h, h
+
+
+def training(model, loss_fn=nn.MSELoss()):  # noqa: B008
+    return optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda output, y: (output - y).mean()])
+def test_a_loss_fn_that_cannot_take_what_the_model_returns_says_what_it_was(loss_fn):
+    step = training(Pair(4, 2), loss_fn).step
+    with pytest.raises((TypeError, AttributeError), match="what the model returned, a tuple of 2, and <tensor"):
+        step(torch.ones(3, 4), torch.ones(3, 2))
+
+
+def test_an_error_of_loss_fn_on_a_tensor_is_its_own():
+    step = training(nn.Linear(4, 2), lambda output, y: output.nothing).step
+    with pytest.raises(AttributeError, match=r"nothing'$"):
+        step(torch.ones(3, 4), torch.ones(3, 2))
+
+
+def test_a_loss_given_where_a_batch_is_expected():
+    model, step = training(nn.Linear(4, 2))
+    loss = model(torch.ones(3, 4)).sum()
+    with pytest.raises(RuntimeError, match=r"a scalar that carries a graph; if it is a loss of your own write step\(loss\)"):
+        step(loss, torch.ones(3, 2))
+
+
+def test_a_closure_that_the_signature_does_not_ask_for():
+    """O4: some optimizers want one all the same."""
+
+    class Wants(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            assert closure is not None
+            with torch.enable_grad():
+                closure()
+            return super().step()
+
+    net = nn.Linear(4, 2)
+    step = optimize(net, Wants(net.parameters(), lr=0.1), nn.MSELoss()).step
+    with pytest.raises(AssertionError, match=r"class Own\(Wants\): def step\(self, closure\)"):
+        step(torch.ones(3, 4), torch.ones(3, 2))
+
+    class Own(Wants):
+        def step(self, closure):
+            return super().step(closure)
+
+    plain = copy.deepcopy(net)
+    step = optimize(net, Own(net.parameters(), lr=0.1), nn.MSELoss(), exact=True, device="cpu").step
+    step(torch.ones(3, 4), torch.ones(3, 2))
+    nn.MSELoss()(plain(torch.ones(3, 4)), torch.ones(3, 2)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert torch.equal(net.weight, plain.weight)
+
+
+def test_what_optimize_returns_is_not_the_model():
+    made = training(nn.Linear(4, 2))
+    with pytest.raises(TypeError, match="write `model, step = optimize"):
+        made(torch.ones(3, 4))
+
+
+def test_a_step_prints_what_it_trains():
+    assert repr(training(nn.Linear(4, 2)).step).startswith("<hotloop step of Linear, SGD, accumulate=1")
+
+
+def test_parameters_of_a_loss_fn_that_nothing_trains_are_in_the_plan():
+    net, head = nn.Linear(4, 2), nn.Bilinear(2, 2, 1)
+    step = optimize(net, torch.optim.SGD(net.parameters()), Bilinear(head)).step
+    assert step.plan["untrained"].choice == "2"
+
+
+class Bilinear(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, output, target):
+        return self.head(output, target).mean()
+
+
+def test_a_decision_prints_without_addresses():
+    assert "0x" not in repr(training(nn.Linear(4, 2)).step.plan["precision"])

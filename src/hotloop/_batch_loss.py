@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotloop import _forms as forms
+from hotloop import _hints as hints
 from hotloop._call import as_float32, call, explain_devices
 from hotloop._parts import Live
 from hotloop._tree import map_leaves, move_call
@@ -71,10 +72,14 @@ class BatchLoss:
         try:
             return call(model if forward is None else forward, live, args, kwargs, moved=True)
         except TypeError as error:
-            clearer = forms.explain_call(error, model, args, kwargs, self._settings.loss_fn is None, written)
+            clearer = hints.explain_call(error, model, args, kwargs, self._settings.loss_fn is None, written)
             if clearer is error:
+                hints.explain_loss_as_batch(error, args, written)
                 raise
             raise clearer from None
+        except RuntimeError as error:
+            hints.explain_loss_as_batch(error, args, written)
+            raise
 
     def _loss(self, output: Any, target: Any) -> Any:
         """`loss_fn(output, target)` in float32: outside of autocast, also of the user's own."""
@@ -87,6 +92,9 @@ class BatchLoss:
             return loss_fn(output, target)
         except RuntimeError as error:
             explain_devices(error, self._live)
+            raise
+        except (TypeError, AttributeError) as error:
+            hints.explain_loss(error, output, target)
             raise
 
     def _user_metrics(self, output: Any, target: Any, taken: forms.Named) -> forms.Named:

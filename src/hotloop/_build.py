@@ -77,9 +77,10 @@ def remarks(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any,
     if schedulers:
         names = ", ".join(type(s).__name__ for s in schedulers)
         remarks.append(Decision("scheduler", names, "moved once per update; a schedule per epoch is yours to step"))
-    own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
+    placed = [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    own = {id(p) for m in placed for p in m.parameters()}
     trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    untrained = [n for m in modules for n, p in m.named_parameters() if p.requires_grad and id(p) not in trained]
+    untrained = [n for m in placed for n, p in m.named_parameters() if p.requires_grad and id(p) not in trained]
     if untrained:
         shown = ", ".join(untrained[:4]) + (f" and {len(untrained) - 4} more" if len(untrained) > 4 else "")
         remarks.append(Decision("untrained", str(len(untrained)), f"no optimizer given here trains {shown}"))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Named = dict[str, Any]
 
@@ -18,14 +18,24 @@ RESERVED = ("loss", "grad_norm")
 
 def written(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "step") -> str:
     """The call of a step, as the user may have written it."""
-    items = [*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())]
+    items = [*map(kind_of, args), *(f"{name}={kind_of(value)}" for name, value in kwargs.items())]
     return f"{name}({', '.join(items)})"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"<tensor {tuple(value.shape)}>"
     return f"<{type(value).__name__}>"
+
+
+def as_number(value: Any) -> Any:
+    """A number of NumPy's, or of a subclass of Python's own, as the Python number that it is; anything else as it is."""
+    if type(value) in (float, int, bool, complex) or isinstance(value, Tensor):
+        return value
+    if getattr(value, "size", None) == 1 and callable(getattr(value, "item", None)):
+        return value.item()
+    kinds: tuple[Any, ...] = (int, float, complex)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
 
 def is_loss(value: Any) -> bool:
@@ -74,11 +84,11 @@ def loss_and_metrics(result: Any, own: bool) -> tuple[Any, Named]:
         return result[0], dict(result[1])
     if isinstance(result, tuple):
         raise TypeError(
-            f"loss_fn returned ({', '.join(map(_kind, result))}): it returns a scalar, (scalar, {{name: scalar}}) or a dict with "
+            f"loss_fn returned ({', '.join(map(kind_of, result))}): it returns a scalar, (scalar, {{name: scalar}}) or a dict with "
             "'loss'; write `return loss, {'name': value}`"
         )
     raise TypeError(
-        f"loss_fn returned {_kind(result)}: it returns a scalar tensor that carries a graph; "
+        f"loss_fn returned {kind_of(result)}: it returns a scalar tensor that carries a graph; "
         "is a `return` missing, or an .item() too early?"
     )
 
@@ -97,7 +107,7 @@ def _own_loss(output: Any) -> Any:
             "scalar, output.loss or output['loss']); write `logits, loss = model(x, y); step(loss)`, or pass loss_fn to optimize"
         )
     raise TypeError(
-        f"the model returned {_kind(output)}, and without loss_fn a model returns its own loss (a scalar, output.loss or "
+        f"the model returned {kind_of(output)}, and without loss_fn a model returns its own loss (a scalar, output.loss or "
         "output['loss']); pass loss_fn to optimize"
     )
 
@@ -113,7 +123,7 @@ def check_loss(loss: Any, call: Call, own: bool = False, *, in_eval: bool = Fals
     """Raise unless `loss` is a real scalar that carries a graph. `own`: it is what a model returned, without a loss_fn."""
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"{written(*call)}: the loss is {_kind(loss)}; a loss is a tensor with one element that carries a graph"
+            f"{written(*call)}: the loss is {kind_of(loss)}; a loss is a tensor with one element that carries a graph"
         )
     if loss.numel() != 1:
         what = "the model returned, as its own loss, since there is no loss_fn, a tensor of" if own else "the loss has"
@@ -132,8 +142,9 @@ def check_loss(loss: Any, call: Call, own: bool = False, *, in_eval: bool = Fals
 
 
 def check_metrics(named: Named, call: Call) -> None:
-    """Raise unless every named value is a scalar: a one-element tensor or a Python number."""
-    for name, value in named.items():
+    """Raise unless every named value is a scalar: a one-element tensor or a number, which becomes one of Python's own."""
+    for name, given in list(named.items()):
+        named[name] = value = as_number(given)
         if name in RESERVED:
             raise ValueError(f"{written(*call)}: {name!r} is the step's own metric; give yours another name")
         if isinstance(value, Tensor):
@@ -146,7 +157,7 @@ def check_metrics(named: Named, call: Call) -> None:
                 raise ValueError(f"{written(*call)}: the metric {name!r} is on the meta device, which holds no values")
         elif not isinstance(value, int | float | complex):
             raise ValueError(
-                f"{written(*call)}: the metric {name!r} is {_kind(value)}; a metric is a one-element tensor or a number"
+                f"{written(*call)}: the metric {name!r} is {kind_of(value)}; a metric is a one-element tensor or a number"
             )
 
 
@@ -157,39 +168,12 @@ def check_weight(weight: Any) -> float:
             "step(..., weight=<tensor>): weight is the step's own argument, the number of samples or tokens of this micro-batch, "
             "as a Python number; write weight=len(x), and give a metric of yours another name"
         )
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+    weight = as_number(weight)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= sys.float_info.max:
         raise ValueError(
             f"step(..., weight={weight!r}): weight is a finite number that is not negative; pass the number of samples"
         )
     return float(weight)
-
-
-def explain_call(
-    error: TypeError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: bool, call: Call
-) -> TypeError:
-    """A clearer error where the arguments of a step do not fit the model's forward; else the error itself."""
-    signature = inspect.signature(module.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        pass
-    else:
-        return error
-    names = ", ".join(signature.parameters)
-    unknown = [name for name in kwargs if name not in signature.parameters]
-    if unknown and not args:
-        keys = list(kwargs)
-        example = ", ".join(f"batch[{key!r}]" for key in keys[:2])
-        return TypeError(
-            f"step({{{', '.join(map(repr, keys))}}}): a mapping is model(**batch), and forward takes ({names}), not "
-            f"{', '.join(map(repr, unknown))}; write step({example})"
-        )
-    meaning = "model(*batch), since there is no loss_fn" if own else "loss_fn(model(*batch[:-1]), batch[-1])"
-    return TypeError(
-        f"{written(*call)}: a step is {meaning}, and forward takes ({names}): {error}; "
-        f"{'pass loss_fn to optimize' if own else 'pass what forward takes, and the target last'}, or call the model yourself "
-        "and write step(loss)"
-    )
 
 
 def check_target(args: tuple[Any, ...], call: Call) -> None:
@@ -200,16 +184,6 @@ def check_target(args: tuple[Any, ...], call: Call) -> None:
         by_position = " (by position, not by name)" if call[1] else ""
         raise TypeError(
             f"{written(*call)}: with a loss_fn the last argument is the target, and there is none{by_position}; {hint}"
-        )
-
-
-def explain_backward(error: RuntimeError) -> None:
-    """Add the way out to torch's complaint about a graph that is used twice."""
-    if "backward through the graph a second time" in str(error):
-        error.args = (
-            f"{error}\n\nhotloop: a step runs the backward itself. Remove a loss.backward() of your own; .detach() what is carried on "
-            "from an earlier step (a hidden state, a generated batch); where two losses do share this graph, write "
-            "step.backward(loss, retain_graph=True) for all but the last of them, or add them up: step(a + b)",
         )
 
 

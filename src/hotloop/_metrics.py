@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -70,6 +71,16 @@ class Metrics(Mapping[str, float]):
     def __format__(self, spec: str) -> str:
         return format(self["loss"], spec)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        # NumPy would take a mapping for a sequence, and an array of its keys for what was meant.
+        return sys.modules["numpy"].asarray(float(self), dtype=dtype)
+
+    def __or__(self, other: Any) -> Any:
+        return {**self, **other} if isinstance(other, Mapping) else NotImplemented
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self} if isinstance(other, Mapping) else NotImplemented
+
     @property
     def updated(self) -> bool:
         """Whether the call closed an accumulation window. Known without a wait."""
@@ -94,7 +105,10 @@ class Metrics(Mapping[str, float]):
 
         def __getattr__(self, name: str) -> NoReturn:
             old_line = "step returned numbers by name, and no tensor; write metrics['loss']"
-            default = f"metrics.{name}: {old_line if hasattr(Tensor, name) else 'there is no such attribute'}"
+            known = (
+                f"metrics are read by name; write metrics[{name!r}]" if name in self._names else "there is no such attribute"
+            )
+            default = f"metrics.{name}: {old_line if hasattr(Tensor, name) else known}"
             raise AttributeError(_MISSING.get(name, default))
 
         def _is_no_number(self, *_: object) -> NoReturn:
@@ -104,7 +118,8 @@ class Metrics(Mapping[str, float]):
             )
 
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_number
-        __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __round__ = __pow__ = __rpow__ = _is_no_number
+        __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = __round__ = __pow__ = __rpow__ = _is_no_number
+        __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __divmod__ = __rdivmod__ = __int__ = _is_no_number
         __array_ufunc__ = None  # NumPy's numbers leave it to these
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
 from hotloop._distributed_step import DistributedStep
 from hotloop._facts import Facts, machine, needs_closure, optimizer_traits, traits
+from hotloop._forms import as_number
 from hotloop._parts import Live
 from hotloop._plan import Plan
 from hotloop._processes import world_around
@@ -36,6 +37,10 @@ class Optimized(NamedTuple, Generic[T]):
 
     model: T
     step: Step
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: what was meant is a call of the model."""
+        raise TypeError("optimize(model, optimizer, ...) returns both; write `model, step = optimize(model, optimizer, ...)`")
 
 
 @overload
@@ -168,6 +173,7 @@ def optimize(
     (['loss'], True)
     """
     modules = _validate.models(model)
+    accumulate, clip_norm = as_number(accumulate), as_number(clip_norm)
     wishes = {
         "device": device,
         "precision": precision,
@@ -238,8 +244,7 @@ def optimize(
 
 
 def _wrapped(given: Any, lives: list[Live], inference: str, methods: tuple[str, ...]) -> Any:
-    wrapped = []
     for live in lives:
         live.inference, live.methods = inference, methods
-        wrapped.append(wrap(live.parts.model, live))
+    wrapped = [wrap(live.parts.model, live) for live in lives]
     return wrapped if isinstance(given, list | tuple) else wrapped[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotloop._parts import Parts
@@ -24,8 +24,8 @@ class Decision:
     name: str
     choice: str
     why: str
-    apply: Callable[[Parts], Parts] = _unchanged
-    revert: Callable[[Parts], Parts] = _unchanged
+    apply: Callable[[Parts], Parts] = field(default=_unchanged, repr=False)
+    revert: Callable[[Parts], Parts] = field(default=_unchanged, repr=False)
 
 
 class Plan:

@@ -49,6 +49,10 @@ class Progress:
         self._window = Window(window, trained, optimizers, on_replaced=self._ledger.replaced_gradients)
         self._means = Means()
 
+    def __repr__(self) -> str:
+        names = (type(thing).__name__ for thing in (*self._models, *self._optimizers))
+        return f"<hotloop step of {', '.join(names)}, accumulate={self._window.size}; print(step.plan) tells what it does>"
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a step cannot be pickled or copied: save step.state_dict(), and load it into the step of a new optimize"

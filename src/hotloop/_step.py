@@ -16,6 +16,7 @@ from hotloop._backward import backward
 from hotloop._batch_loss import BatchLoss, Settings
 from hotloop._call import as_float32
 from hotloop._dynamo import kept_from_dynamo
+from hotloop._hints import explain_backward
 from hotloop._metrics import Metrics
 from hotloop._parts import Live
 from hotloop._plan import Plan
@@ -134,7 +135,7 @@ class Step(Progress):
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):
-                forms.explain_backward(error)
+                explain_backward(error)
             raise
 
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -34,28 +35,43 @@ def issue(optimizer: Optimizer) -> None:
     they take as long as a third of a small fused step. They are left out where no profiler runs and the only hooks are ours.
     """
     step: Any = type(optimizer).step
-    if (
-        getattr(step, "__code__", None) is _HOOKED
-        and "step" not in optimizer.__dict__
-        and len(optimizer._optimizer_step_post_hooks) == 1
-        and not optimizer._optimizer_step_pre_hooks
-        and not _pre_hooks
-        and (not _post_hooks or (len(_post_hooks) == 1 and _is_watched()))
-        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    ):
-        run = step.__wrapped__
-        if getattr(run, "__code__", None) is _WITHOUT_GRADIENTS and not optimizer.defaults["differentiable"]:
-            torch.set_grad_enabled(False)
-            try:
-                run.__wrapped__(optimizer)
-            finally:
-                torch.set_grad_enabled(True)
+    try:
+        if (
+            getattr(step, "__code__", None) is _HOOKED
+            and "step" not in optimizer.__dict__
+            and len(optimizer._optimizer_step_post_hooks) == 1
+            and not optimizer._optimizer_step_pre_hooks
+            and not _pre_hooks
+            and (not _post_hooks or (len(_post_hooks) == 1 and _is_watched()))
+            and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        ):
+            run = step.__wrapped__
+            if getattr(run, "__code__", None) is _WITHOUT_GRADIENTS and not optimizer.defaults["differentiable"]:
+                torch.set_grad_enabled(False)
+                try:
+                    run.__wrapped__(optimizer)
+                finally:
+                    torch.set_grad_enabled(True)
+            else:
+                run(optimizer)
+            if _watchers:
+                _tell_watchers()
         else:
-            run(optimizer)
-        if _watchers:
-            _tell_watchers()
-    else:
-        optimizer.step()
+            optimizer.step()
+    except (AssertionError, TypeError) as error:
+        _explain_closure(optimizer, error)
+        raise
+
+
+def _explain_closure(optimizer: Optimizer, error: Exception) -> None:
+    """Add the way out where an optimizer wants a closure that its signature says it can do without."""
+    if type(optimizer).__module__.startswith("torch.") or "closure" not in inspect.signature(optimizer.step).parameters:
+        return
+    name = type(optimizer).__name__
+    error.args = (
+        f"{error}\n\nhotloop: {name}.step() was called without a closure. If it needs one, say so in its signature, and the step "
+        f"passes one that evaluates the loss again: `class Own({name}): def step(self, closure): return super().step(closure)`",
+    )
 
 
 def watch_all(watcher: Callable[[], None]) -> Callable[[], None]:

@@ -93,7 +93,10 @@ def schedulers(given: Any, found: Sequence[Optimizer]) -> list[Any]:
                 "away and call scheduler.step(metric) yourself after each evaluation"
             )
         if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "optimizer"):
-            raise TypeError(f"optimize(..., scheduler={_kind(scheduler)}): pass a torch.optim.lr_scheduler")
+            raise TypeError(
+                f"optimize(..., scheduler={_kind(scheduler)}): pass a torch.optim.lr_scheduler, or "
+                "step your own schedule yourself, once `metrics.updated` is True"
+            )
         if not any(scheduler.optimizer is optimizer for optimizer in found):
             raise ValueError(
                 f"optimize(..., scheduler={name}): this scheduler moves another optimizer; make it with the optimizer given here"
@@ -130,7 +133,9 @@ def settings(
         )
     if clip_norm is not None and (isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0):
         off = "; to switch clipping off use None" if clip_norm == 0 else ""
-        raise ValueError(f"optimize(..., clip_norm={clip_norm!r}): clip_norm is the largest gradient norm, above zero{off}")
+        raise ValueError(
+            f"optimize(..., clip_norm={clip_norm!r}): clip_norm is the largest gradient norm, a number above zero{off}"
+        )
     if before_update is not None and not callable(before_update):
         raise TypeError(f"optimize(..., before_update={_kind(before_update)}): it is called without arguments; pass a function")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
