@@ -60,8 +60,8 @@ class ModelCall(Detour):
             self._laid_out = _laid_out(self._live, parts, dtype)
         # Nothing to move without an accelerator, nothing to fold: a tiny model takes no longer than looking for it.
         moves = device.type != "cpu" or torch.accelerator.is_available()
-        folds = any(isinstance(part, NORMS) for part in parts)
-        self._light = None if moves or folds or self._laid_out else self._live
+        self._folds = any(isinstance(part, NORMS) for part in parts)
+        self._light = None if moves or self._folds or self._laid_out else self._live
 
     def renew(self) -> None:
         self._casts_of: list[nn.Parameter] = []
@@ -83,7 +83,9 @@ class ModelCall(Detour):
             return call(self._settled, self._live, args, kwargs)
         region = asked.get()
         if region is None:
-            return self._settled(*args, **kwargs)
+            if self._folds or torch.is_autocast_enabled(self._device_type):
+                return self._settled(*args, **kwargs)
+            return silent(self.run, args, kwargs)
         with region():  # inside the one that the wrapped model has opened
             return self._settled(*args, **kwargs)
 
