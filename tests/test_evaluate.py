@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
 import io
+import itertools
 import json
 import multiprocessing
 import pickle
@@ -14,8 +16,9 @@ import types
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -1109,3 +1112,107 @@ def test_a_compiled_model_inside_stays_compiled() -> None:
     evaluate(compiled)
     assert counter.frame_count == once, "nothing is compiled again"
     torch._dynamo.reset()
+
+
+# --- models and bodies that are found late ------------------------------------------------------------------------------
+
+
+class Looked(nn.Module):
+    """Keeps how each of its calls ran: in training mode, with gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 2), []
+
+    def forward(self, x):
+        self.calls.append((self.training, torch.is_grad_enabled()))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda m, xs: map(lambda x: m(x).sum(), xs),  # noqa: C417
+        lambda m, xs: zip(map(lambda x: m(x).sum(), xs), strict=True),  # noqa: C417
+        lambda m, xs: filter(None, (m(x).sum() for x in xs)),
+        lambda m, xs: itertools.islice((m(x).sum() for x in xs), 2),
+        lambda m, xs: itertools.chain((m(x).sum() for x in xs), []),
+        lambda m, xs: enumerate(m(x).sum() for x in xs),
+        lambda m, xs: {"totals": (m(x).sum() for x in xs)},
+        lambda m, xs: [[map(m, xs)]],
+    ],
+)
+def test_a_lazy_result_is_evaluated_as_it_runs(late):
+    model = Looked()
+    result = fast_eval(late)(model, [torch.ones(3, 4)] * 2)
+    while isinstance(result, dict | list):
+        result = next(iter(result.values() if isinstance(result, dict) else result))
+    assert len(list(result)) == 2
+    assert model.calls == [(False, False)] * 2
+    assert model.training
+
+
+def test_a_context_manager_is_decorated_the_other_way_round():
+    def held(model):
+        yield model(torch.ones(1, 4))
+
+    with pytest.raises(TypeError, match=r"fast_eval\(contextmanager\(held\)\).*write @contextmanager above @fast_eval"):
+        fast_eval(contextlib.contextmanager(held))(Looked())
+
+
+@pytest.mark.parametrize("wish", [{}, {"precision": "bf16"}])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_called_from_a_thread_of_the_body(wrapped, wish):
+    model = optimize(Looked(), device="cpu", exact=False) if wrapped else Looked()
+    x = torch.rand(3, 4)
+
+    @fast_eval(**wish)
+    def evaluate(model):
+        with ThreadPoolExecutor(1) as pool:
+            there = pool.submit(model, x).result()
+        return [there.requires_grad, torch.equal(there, model(x))]
+
+    assert evaluate(model) == [False, True]
+    assert model.calls == [(False, False)] * 2
+
+
+class Holder:
+    def __init__(self):
+        self.net = Looked()
+
+    def total(self):
+        return self.net(torch.ones(3, 4)).sum()
+
+    def __call__(self):
+        return self.total()
+
+    @property
+    @fast_eval
+    def shown(this):  # noqa: N805 - no name is reserved for it
+        return this.total()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda holder: fast_eval(partial(lambda m: m(torch.ones(3, 4)).sum(), holder.net))(),
+        lambda holder: fast_eval(partial(holder.total))(),
+        lambda holder: fast_eval(partial(Holder.total, holder))(),
+        lambda holder: fast_eval(holder)(),
+        lambda holder: fast_eval(lambda f: f())(partial(holder.net, torch.ones(3, 4))),
+        lambda holder: holder.shown,
+        lambda holder: fast_eval(lambda trainer, loader: trainer.total())(holder, []),
+        lambda holder: fast_eval(lambda trainer: trainer.total())(trainer=holder),
+    ],
+)
+def test_models_behind_partials_callable_objects_and_first_arguments(call):
+    holder = Holder()
+    call(holder)
+    assert holder.net.calls == [(False, False)]
+
+
+def test_fast_eval_called_with_what_the_function_takes():
+    with pytest.raises(TypeError, match=r"fast_eval\(Looked, list\): it decorates a function.*write fast_eval\(function\)"):
+        fast_eval(Looked(), [])
+    with pytest.raises(TypeError, match=r"fast_eval\(total, Looked, list\)"):
+        fast_eval(Holder.total, Looked(), [])

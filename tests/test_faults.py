@@ -504,12 +504,14 @@ def test_a_fault_in_a_loader(workers, kind):
     good = [(torch.stack([torch.full((1, 3, 3), j / 8) for j in (i, i + 1)]), torch.tensor([0, 1])) for i in (0, 2)]
     around = job.around()
     torch.manual_seed(5)
-    loader = DataLoader(Spoiled(kind), batch_size=2, num_workers=workers)
+    loader = DataLoader(Spoiled(kind), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
     trained = []
     with pytest.raises(kind, match="at item 5"):
         for x, y in prefetch(loader, job.model):
             torch.manual_seed(len(trained))
             trained.append(job.step(x, y))
+    if workers:  # torch's error holds its iterator in a cycle, and a worker that is collected is waited for for five seconds
+        loader._iterator._shutdown_workers()
     assert len(trained) == 2
     assert job.around() == around
     for i, (x, y) in enumerate(good):

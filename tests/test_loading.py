@@ -16,6 +16,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -221,7 +222,7 @@ def test_an_interrupt_is_not_kept_for_later():
         yield torch.ones(1)
         raise KeyboardInterrupt
 
-    iterator = iter(prefetch(batches(), "meta"))
+    iterator = iter(prefetch(batches(), "meta", depth=2))
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
 
@@ -543,7 +544,7 @@ def test_draws_of_loader_and_loop_keep_their_order_at_depth_1(depth):
 def test_an_exact_model_has_nothing_fetched_ahead(exact):
     model = optimize(nn.Linear(2, 2), exact=exact)
     source = Source()
-    next(iter(prefetch(source, model)))
+    next(iter(prefetch(source, model, depth=2)))
     assert source.asked == (1 if exact else 2)
 
 
@@ -607,3 +608,31 @@ def test_bad_input_raises_at_the_door(call, error, text):
 def test_the_message_says_what_to_write():
     with pytest.raises(TypeError, match=r"prefetch\(DataLoader\(dataset, batch_size=32\), ...\)"):
         prefetch(Items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_iterator_stays_one(device):
+    batches = prefetch(iter([torch.ones(i) for i in range(5)]), device, depth=2)
+    assert len(next(batches)) == 0
+    for batch in batches:
+        assert len(batch) == 1
+        break
+    assert [len(batch) for batch in batches] == [2, 3, 4]
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert not hasattr(prefetch([1], device), "__next__")
+
+
+class Reused:
+    def __iter__(self):
+        tensor, array = torch.zeros(2), numpy.zeros(2)
+        for i in range(4):
+            tensor.fill_(i)
+            array[:] = i
+            yield tensor, array
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("make", [Reused, lambda: iter(Reused())])
+def test_buffers_that_a_generator_uses_again_are_read_in_time(make):
+    assert [(t.cpu()[0].item(), a[0]) for t, a in prefetch(make(), "simgpu")] == [(i, i) for i in range(4)]

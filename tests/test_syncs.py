@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import io
 import logging
 import pickle
 import threading
@@ -588,3 +589,20 @@ def test_a_step_has_none_until_somebody_looks(wish: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
 def test_a_step_on_an_accelerator_has_none_until_somebody_looks(wish: dict[str, Any]) -> None:
     check_step(wish)
+
+
+@pytest.mark.parametrize(
+    ("op", "store"),
+    [
+        ("torch.save()", lambda thing: torch.save(thing, io.BytesIO())),
+        ("pickle.dumps()", lambda thing: pickle.dumps(thing)),
+        ("pickle.dump()", lambda thing: pickle.dump(thing, io.BytesIO())),
+    ],
+)
+@pytest.mark.parametrize("thing", [torch.ones(2), {"state": [torch.ones(2)]}, nn.Linear(2, 2)], ids=["tensor", "dict", "model"])
+def test_what_is_stored_is_read(op, store, thing):
+    with find_syncs() as syncs:
+        store(thing)
+        store({"epoch": 1})
+        copy.copy(torch.ones(2))
+    assert [(s.op, s.count) for s in syncs] == [(op, 1)]

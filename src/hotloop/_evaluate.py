@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hotloop._decorated import decorated
 from hotloop._evaluation import DTYPES, Evaluation, Wishes
-from hotloop._found_models import NamedModels, held_by, in_arguments
+from hotloop._found_models import NamedModels, bound_to, held_by, in_arguments
 from hotloop._given import given
 from hotloop._ledger import _outside
 from hotloop._loading import Prefetch
@@ -49,7 +49,7 @@ def fast_eval(
 def fast_eval(
     function: Any = None,
     /,
-    *,
+    *others: Any,
     model: nn.Module | Sequence[nn.Module] | None = None,
     precision: str = "auto",
     inference: str = "no_grad",
@@ -61,9 +61,9 @@ def fast_eval(
     Works on functions, methods, classmethods, staticmethods, generators, async functions and async generators. While the body
     runs (of a generator: only while it runs, not between two of its values)
 
-    - every model among the arguments, in `self` or its attributes, in `model=`, and in the closure and globals that the function
-      names, is in eval mode. Afterwards, also after an error, each submodule has the mode that it had. Where no model is found,
-      a warning says so once;
+    - every model among the arguments, in `self` or another first argument or its attributes, in `model=`, and in the closure
+      and globals that the function names, is in eval mode. Afterwards, also after an error, each submodule has the mode that
+      it had. Where no model is found, a warning says so once;
     - gradients are off; inside the body `torch.enable_grad()` works as usual;
     - models are called as wrapped ones: their arguments are moved to their device, and the 16-bit outputs of float32 models come
       back in float32. Tensors among the arguments of the function are moved as well, and a `DataLoader` among them is prefetched;
@@ -101,6 +101,8 @@ def fast_eval(
         >>> accuracy(nn.Linear(4, 1), [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))])
         {'accuracy': 1.0}
     """
+    if others:
+        raise _called_with_arguments((function, *others))
     wishes = Wishes(_models(model), precision, inference, fold_batchnorm, reduce)
     _check(wishes)
 
@@ -118,8 +120,8 @@ class _Evaluator:
         plain = getattr(function, "__func__", function)
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         self._is_lazy = any(is_kind(plain) for is_kind in kinds)
-        self._is_method = _first_parameter(function) in ("self", "cls")
         self._name = getattr(plain, "__qualname__", type(plain).__name__)
+        self._function = function
         self._named = NamedModels(function)
         if wishes.reduce is not None and self._is_lazy:
             raise TypeError(
@@ -146,9 +148,11 @@ class _Evaluator:
         return run(evaluation, wrapped, args, kwargs)
 
     def _models(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
-        if instance is None and self._is_method and args:  # called through a property, or another decorator
-            instance = args[0]
-        found = [*in_arguments((args, kwargs)), *held_by(instance), *self._wishes.models, *self._named]
+        if instance is None:  # through a property or another decorator `self` comes first, and a trainer in its place
+            first = next(iter(args or kwargs.values()), None)
+            instance = None if isinstance(first, nn.Module | Tensor) else first
+        bound = bound_to(self._function)
+        found = [*in_arguments((args, kwargs)), *held_by(instance), *bound, *self._wishes.models, *self._named]
         if not found and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -161,11 +165,6 @@ class _Evaluator:
 
 def _is_sharded(models: list[nn.Module]) -> bool:
     return given(models) not in ("", "DistributedDataParallel")
-
-
-def _first_parameter(function: Any) -> str | None:
-    code = getattr(function, "__code__", None)
-    return code.co_varnames[0] if code is not None and code.co_argcount else None
 
 
 def _prefetched(value: Any, target: Any, read: Callable[[Any], Any]) -> Any:
@@ -201,6 +200,14 @@ def _decorable(function: Any) -> Any:
             "the like"
         )
     return function
+
+
+def _called_with_arguments(given: tuple[Any, ...]) -> TypeError:
+    called = ", ".join(getattr(value, "__name__", type(value).__name__) for value in given)
+    return TypeError(
+        f"fast_eval({called}): it decorates a function, and does not call it; write fast_eval(function)(model, loader), or "
+        "@fast_eval over the `def` and function(model, loader)"
+    )
 
 
 def _models(given: Any) -> tuple[nn.Module, ...]:

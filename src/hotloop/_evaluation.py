@@ -50,7 +50,8 @@ class Evaluation:
         self._modes = Modes(models)
         self._casts = any(live.parts.autocast.dtype is not None for model in models if (live := live_of(model)) is not None)
         alone = self._modes.modules if len(models) == 1 else None
-        self._calls = [diversion for model in models for diversion in _model_calls(model, alone)]
+        precision = None if wishes.precision == "auto" else wishes.precision
+        self._calls = [diversion for model in models for diversion in _model_calls(model, precision, alone)]
         self._folded = _folded(models, self._modes.modules, wishes.fold_batchnorm)
         if wishes.fold_batchnorm is True and not any(folded.folding.diversions for folded in self._folded):
             raise self._not_folded()
@@ -181,16 +182,18 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None
 
 
-def _model_calls(model: nn.Module, parts: Sequence[nn.Module] | None = None) -> Iterator[Diversion]:
+def _model_calls(model: nn.Module, precision: str | None, parts: Sequence[nn.Module] | None = None) -> Iterator[Diversion]:
     """The calls to divert for a model: its own, or those of its parts where it has no forward, as a ModuleList.
 
     `parts` are all of its modules, where they are known.
     """
     if live_of(model) is None and getattr(type(model), "forward", None) is nn.Module.forward:
         for child in model.children():
-            yield from _model_calls(child)
+            yield from _model_calls(child, precision)
         return
     device = device_of(model)
     if device is not None:
         parts = list(submodules([model])) if parts is None else parts
-        yield plain(model), partial(ModelCall, parts=parts, device=device, wrapped=live_of(model) is not None)
+        region = None if precision is None else Region(device.type, DTYPES[precision])
+        wrapped = live_of(model) is not None
+        yield plain(model), partial(ModelCall, parts=parts, device=device, region=region, wrapped=wrapped)

@@ -37,6 +37,8 @@ def _walk(value: Any, seen: set[int]) -> Iterator[nn.Module]:
         yield value
     elif isinstance(value, types.MethodType):
         yield from _walk(value.__self__, seen)
+    elif isinstance(value, functools.partial):
+        yield from _walk((value.func, value.args, value.keywords), seen)
     elif id(value) not in seen:
         seen.add(id(value))
         for child in _children(value):
@@ -65,6 +67,24 @@ def held_by(instance: Any) -> Iterator[nn.Module]:
         yield from _among([getattr(instance, name, None) for name in names if name != "__dict__"])
     if not isinstance(instance, type):
         yield from _among(list(getattr(instance, "__dict__", {}).values()))
+
+
+def bound_to(function: Any) -> Iterator[nn.Module]:
+    """The models that a callable carries: arguments of a partial, the object of a bound method, a callable object's own."""
+    while True:
+        if isinstance(function, functools.partial):
+            yield from in_arguments((function.args, function.keywords))
+            yield from held_by(next(iter(function.args), None))
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            yield from held_by(function.__self__)
+            function = function.__func__
+        elif "__wrapped__" in getattr(function, "__dict__", {}):
+            function = function.__wrapped__
+        else:
+            if not isinstance(function, types.FunctionType | classmethod | staticmethod):
+                yield from held_by(function)
+            return
 
 
 def _among(values: Iterable[Any]) -> Iterator[nn.Module]:
@@ -115,8 +135,8 @@ def _innermost(function: Callable[..., Any]) -> Any:
             function = function.func
         elif isinstance(function, types.MethodType | classmethod | staticmethod):
             function = function.__func__
-        else:
-            return function
+        else:  # of a callable object the method
+            return function if isinstance(function, types.FunctionType) else getattr(type(function), "__call__", None)  # noqa: B004
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

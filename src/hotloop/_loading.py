@@ -23,7 +23,7 @@ from hotloop._tree import move
 LoaderT = TypeVar("LoaderT", bound=Iterable[Any])
 
 
-def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "auto", *, depth: int = 2) -> LoaderT:
+def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "auto", *, depth: int | None = None) -> LoaderT:
     """`loader`, with its batches on `device`: the next ones travel while the current one is computed on.
 
     The result stands for the loader: `len`, `dataset`, `sampler`, `batch_size`, `sampler.set_epoch(...)` and everything else
@@ -49,7 +49,8 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
         loader: any iterable of batches: a `DataLoader`, a list, a generator, an endless stream.
         device: where to; `"auto"` is the accelerator if there is one, else the CPU. A wrapped model stands for the device
             that it is on when an iteration starts.
-        depth: how many batches are in use or on their way at a time, the current one counted. No more are fetched.
+        depth: how many batches are in use or on their way at a time, the current one counted. No more are fetched. Without
+            it 2 for a `DataLoader`, a list or a tuple, and 1 for all else, such as a generator, which may use its buffers again.
 
     Raises:
         TypeError: `loader` is not iterable, or is a model or a data set; `device` is a model that is not wrapped.
@@ -64,11 +65,14 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
     if isinstance(loader, Prefetch):
         loader = loader.__wrapped__
     _check_loader(loader)
+    if depth is None:
+        depth = 2 if isinstance(loader, DataLoader | list | tuple) else 1
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"prefetch(..., depth={depth!r}): depth counts the batches in use or on their way; give 1 or more")
     target = _checked_target(device)
     live = live_of(target)
-    return cast(LoaderT, Prefetch(sharded(loader, loading_world() if live is None else live.parts.world), target, depth))
+    kind = PrefetchedIterator if isinstance(loader, Iterator) else Prefetch
+    return cast(LoaderT, kind(sharded(loader, loading_world() if live is None else live.parts.world), target, depth))
 
 
 class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
@@ -91,7 +95,7 @@ class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
 
     def _self_over(self, loader: Iterable[Any]) -> Prefetch:
         """The same for another loader."""
-        return Prefetch(loader, self._self_target, self._self_depth)
+        return type(self)(loader, self._self_target, self._self_depth)
 
     def __repr__(self) -> str:
         return f"prefetch({self.__wrapped__!r}, {str(self._self_device())!r}, depth={self._self_depth})"
@@ -101,7 +105,7 @@ class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetch:
         target = copy.deepcopy(self._self_target, memo)
-        memo[id(self)] = made = Prefetch(copy.deepcopy(self.__wrapped__, memo), target, self._self_depth)
+        memo[id(self)] = made = type(self)(copy.deepcopy(self.__wrapped__, memo), target, self._self_depth)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -112,6 +116,20 @@ class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         live = live_of(self._self_target)
         device: torch.device = self._self_target if live is None else live.parts.device
         return device
+
+
+class PrefetchedIterator(Prefetch):
+    """The same for an iterator, which has one pass: `next` takes a batch of it, and a second loop goes on where the first ended."""
+
+    _self_pass: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._self_pass is None:
+            self._self_pass = super().__iter__()
+        return self._self_pass
+
+    def __next__(self) -> Any:
+        return next(iter(self))
 
 
 class Ahead(Iterator[Any]):

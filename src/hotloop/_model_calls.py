@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hotloop._call import call, finished
+from hotloop._call import call, finished, in_evaluation
 from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
 from hotloop._facts import Facts, machine, traits
@@ -44,11 +44,15 @@ asked: ContextVar[Region | None] = ContextVar("asked", default=None)
 class ModelCall(Detour):
     """The call of a plain model as that of a wrapped one, and of a wrapped one in the precision asked for.
 
-    The models inside a model are called as it calls them. `parts` are all of its modules.
+    The models inside a model are called as it calls them. `parts` are all of its modules. In threads that the body starts,
+    which begin with gradients and without a precision, a model is called without gradients and in `region`.
     """
 
-    def __init__(self, module: nn.Module, parts: Sequence[nn.Module], device: torch.device, *, wrapped: bool) -> None:
+    def __init__(
+        self, module: nn.Module, parts: Sequence[nn.Module], device: torch.device, region: Region | None, *, wrapped: bool
+    ) -> None:
         super().__init__(module)
+        self._region = region
         self._device_type = device.type
         self._parts = parts
         self._live: Live | None = None
@@ -56,7 +60,7 @@ class ModelCall(Detour):
         if not wrapped:
             # A model whose own parameters are 16-bit gives what it gives: the next one may be its like.
             dtype = next((p.dtype for p in _parameters(parts) if p.is_floating_point()), None)
-            self._live = Live(Parts(module, device=device), inference="grad", exact=dtype in (torch.float16, torch.bfloat16))
+            self._live = Live(Parts(module, device=device), inference="no_grad", exact=dtype in (torch.float16, torch.bfloat16))
             self._laid_out = _laid_out(self._live, parts, dtype)
         # Nothing to move without an accelerator, nothing to fold: a tiny model takes no longer than looking for it.
         moves = device.type != "cpu" or torch.accelerator.is_available()
@@ -70,8 +74,20 @@ class ModelCall(Detour):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_call():
             return self.run(*args, **kwargs)
+        if self._region is not None and not torch.compiler.is_compiling() and not in_evaluation.get() and asked.get() is None:
+            before = asked.set(self._region)
+            try:
+                with self._region():
+                    return self(*args, **kwargs)
+            finally:
+                asked.reset(before)
         light = self._light
-        if light is not None and not torch.is_autocast_enabled(self._device_type) and not torch.compiler.is_compiling():
+        if (
+            light is not None
+            and not torch.is_autocast_enabled(self._device_type)
+            and not torch.compiler.is_compiling()
+            and (in_evaluation.get() or not torch.is_grad_enabled())
+        ):
             output = silent(self.run, args, kwargs)
             if type(output) is Tensor and output.dtype is torch.float32:
                 return output

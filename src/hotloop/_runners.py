@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,14 +43,42 @@ def run(evaluation: Evaluation, function: Callable[..., Any], args: tuple[Any, .
 
 
 def lazily(evaluation: Evaluation, result: Any) -> Any:
-    """A generator or coroutine whose body has not begun, as one that is evaluated while it runs; else the result itself."""
+    """A generator, iterator or coroutine whose body has not begun, as one that is evaluated while it runs; else the result."""
     kind: Any
     for kind, runner in _LAZY:
         if isinstance(result, kind):
             made = runner(evaluation, result)
             made.__name__, made.__qualname__ = result.__name__, result.__qualname__  # for messages and tracebacks
             return made
-    return as_result(result)
+    body = getattr(result, "gen", None) if isinstance(result, AbstractContextManager) else None
+    if isinstance(body, types.GeneratorType):
+        raise TypeError(
+            f"fast_eval(contextmanager({body.__name__})): its body runs after the call; write @contextmanager above @fast_eval, "
+            f"next to `def {body.__name__}`"
+        )
+    return as_result(_running(evaluation, result))
+
+
+def _running(evaluation: Evaluation, result: Any) -> Any:
+    """The result with every iterator that is still to run, such as a `map`, evaluated as it runs."""
+    if isinstance(result, types.GeneratorType):
+        return _generator(evaluation, result)
+    if isinstance(result, Iterator) and not isinstance(result, io.IOBase):
+        return _generator(evaluation, _from(result))
+    if type(result) is dict:
+        made = {key: _running(evaluation, value) for key, value in result.items()}
+        return made if any(made[key] is not result[key] for key in made) else result
+    if type(result) in (list, tuple) and not all(map(_is_plain, result)):
+        return type(result)(_running(evaluation, value) for value in result)
+    return result
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, float, int, str)  # of predictions there may be thousands
+
+
+def _from(iterator: Iterator[Any]) -> Generator[Any, Any, Any]:
+    yield from iterator
 
 
 def _generator(evaluation: Evaluation, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from hotloop import _waits as rules
 from hotloop._device import accelerator
 from hotloop._metrics import Means, Metrics
 from hotloop._reading import Reading, read_all, read_numbers
+from hotloop._tree import leaves
 from hotloop._watch import Call, Functions, Operators, Sync, Watch
 
 
@@ -65,8 +67,8 @@ def find_syncs() -> Iterator[Syncs]:
 
     It sees the thread that enters the block, and its backward passes; not other threads, and on a CPU not what backward
     hooks copy by `.cpu()`, `.numpy()` or `.tolist()`. `synchronize` is seen where it is called through its module, or on
-    the streams and events of that module. Inside the block each operator costs some microseconds more and compiled code
-    runs eagerly; outside nothing is changed.
+    the streams and events of that module; `torch.save`, `pickle.dump` and `pickle.dumps` likewise. Inside the block each
+    operator costs some microseconds more and compiled code runs eagerly; outside nothing is changed.
 
     >>> loss = torch.ones(3).sum()
     >>> with find_syncs() as syncs:
@@ -82,6 +84,8 @@ def find_syncs() -> Iterator[Syncs]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for owner in _synchronizing():
             stack.enter_context(_replaced(owner, "synchronize", unseen.synchronize))
+        for owner, name in ((torch, "save"), (pickle, "dump"), (pickle, "dumps")):
+            stack.enter_context(_replaced(owner, name, unseen.storing))
         stack.enter_context(_replaced(Reading, "values", unseen.values))
         stack.enter_context(_replaced(Means, "sums", unseen.sums))
         stack.enter_context(Operators(watch))
@@ -90,7 +94,7 @@ def find_syncs() -> Iterator[Syncs]:
 
 
 class _Unseen:
-    """What neither mode sees: `synchronize`, and a look at metrics, which a step on a CPU has read at once."""
+    """What neither mode sees: `synchronize`, what is stored, and a look at metrics, which a step on a CPU has read at once."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -98,6 +102,19 @@ class _Unseen:
 
     def synchronize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run(Call("synchronize()", rules.ASKED, waits=True), original, *args, **kwargs)
+
+    def storing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thing = args[0] if args else kwargs.get("obj")
+        tensors = [*thing.parameters(), *thing.buffers()] if isinstance(thing, torch.nn.Module) else []
+        if not isinstance(thing, Metrics):  # to look into these is to wait for them
+            tensors += leaves(thing)
+        if not tensors:
+            return original(*args, **kwargs)
+        waits = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
+        if waits:
+            self._watch.meet_accelerator()
+        op = f"{'torch' if original.__module__.startswith('torch') else 'pickle'}.{original.__name__}()"
+        return self._run(Call(op, rules.STORED, waits, may_wait=True), original, *args, **kwargs)
 
     def values(self, original: Callable[..., Any], reading: Reading) -> Any:
         """The first look at a step's values waits for them. So it would where a CPU has them at once."""

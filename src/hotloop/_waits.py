@@ -25,6 +25,7 @@ COPY = "batches: prefetch(loader, model), or pinned memory and non_blocking=True
 MADE = "torch.full, zeros, arange or stack make it on the device; or make it once, before the loop"
 CHECK = "torch reads the values to check them; a variant without the check (linalg.*_ex) does not"
 ASKED = "leave it out of the loop; to measure time, record events and read them at the end"
+STORED = "store every n steps; it copies every tensor to the host"
 LOOK = "look at the metrics every n steps; step.mean() sums them on the device"
 FLAGS = "whether float16 skipped an update, for a scheduler or for step.updates; bf16 needs no such flags"
 RESULT = "one transfer for all the numbers of a result; evaluate less often if it is too much"
