@@ -1216,3 +1216,19 @@ def test_fast_eval_called_with_what_the_function_takes():
         fast_eval(Looked(), [])
     with pytest.raises(TypeError, match=r"fast_eval\(total, Looked, list\)"):
         fast_eval(Holder.total, Looked(), [])
+
+
+def test_a_model_that_a_module_holds_apart_is_found_through_a_property():
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher = [Looked()]
+
+        @property
+        @fast_eval
+        def score(self):
+            return self.teacher[0](torch.ones(3, 4)).sum()
+
+    student = Student()
+    assert isinstance(student.score, float)
+    assert student.teacher[0].calls == [(False, False)]

@@ -121,6 +121,7 @@ class _Evaluator:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         self._is_lazy = any(is_kind(plain) for is_kind in kinds)
         self._name = getattr(plain, "__qualname__", type(plain).__name__)
+        self._is_method = _first_parameter(function) in ("self", "cls")
         self._function = function
         self._named = NamedModels(function)
         if wishes.reduce is not None and self._is_lazy:
@@ -150,7 +151,7 @@ class _Evaluator:
     def _models(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
         if instance is None:  # through a property or another decorator `self` comes first, and a trainer in its place
             first = next(iter(args or kwargs.values()), None)
-            instance = None if isinstance(first, nn.Module | Tensor) else first
+            instance = first if self._is_method or not isinstance(first, nn.Module | Tensor) else None
         bound = bound_to(self._function)
         found = [*in_arguments((args, kwargs)), *held_by(instance), *bound, *self._wishes.models, *self._named]
         if not found and not self._has_warned:
@@ -165,6 +166,11 @@ class _Evaluator:
 
 def _is_sharded(models: list[nn.Module]) -> bool:
     return given(models) not in ("", "DistributedDataParallel")
+
+
+def _first_parameter(function: Any) -> str | None:
+    code = getattr(function, "__code__", None)
+    return code.co_varnames[0] if code is not None and code.co_argcount else None
 
 
 def _prefetched(value: Any, target: Any, read: Callable[[Any], Any]) -> Any:
