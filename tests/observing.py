@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -48,3 +49,17 @@ def in_threads(functions: Iterable[Callable[[], object]]) -> None:
         sys.setswitchinterval(interval)
     if errors:
         raise errors[0]
+
+
+class Uncast(torch.autograd.Function):
+    """A custom operator without `custom_fwd`: under autocast its backward meets two dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hotloop
 import simgpu
-from observing import in_threads
+from observing import Uncast, in_threads
 from parity.twins import differences, plain_loop, snapshot
 
 # What is compared with runs on the CPU, also where there is an accelerator.
@@ -236,17 +236,6 @@ def test_a_custom_operator_with_its_own_casts(precision):
 
 def test_a_custom_operator_without_casts_fails_in_words_of_torchs():
     """A29: where the precision was asked for, it is not taken back."""
-
-    class Uncast(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x.float() @ weight
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, weight = ctx.saved_tensors
-            return gradient @ weight.T, x.T @ gradient
 
     class Net(nn.Linear):
         def forward(self, x):
