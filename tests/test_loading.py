@@ -635,4 +635,6 @@ class Reused:
 @pytest.mark.simgpu
 @pytest.mark.parametrize("make", [Reused, lambda: iter(Reused())])
 def test_buffers_that_a_generator_uses_again_are_read_in_time(make):
-    assert [(t.cpu()[0].item(), a[0]) for t, a in prefetch(make(), "simgpu")] == [(i, i) for i in range(4)]
+    """Tensors are at any depth."""
+    assert [(t.cpu()[0].item(), a[0]) for t, a in prefetch(make(), "simgpu", depth=1)] == [(i, i) for i in range(4)]
+    assert [t.cpu()[0].item() for t, _ in prefetch(make(), "simgpu")] == [0, 1, 2, 3]

@@ -24,7 +24,7 @@ SIGNATURES = {
     "compile=False, distributed='auto', inference='no_grad', accumulate=1, clip_norm=None, scheduler=None, scaler=None, "
     "before_update=None, methods=(), metrics=None, keep_output=False, exact=False, tune=False)",
     "fast_eval": "(function=None, /, *others, model=None, precision='auto', inference='no_grad', fold_batchnorm='auto', reduce=None)",
-    "prefetch": "(loader, device='auto', *, depth=None)",
+    "prefetch": "(loader, device='auto', *, depth=2)",
     "data_loader": "(dataset, batch_size=1, **dataloader_arguments)",
     "compare": "(make, batches, *, steps=100, **wishes)",
     "find_syncs": "()",

@@ -23,7 +23,7 @@ from hotloop._tree import move
 LoaderT = TypeVar("LoaderT", bound=Iterable[Any])
 
 
-def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "auto", *, depth: int | None = None) -> LoaderT:
+def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "auto", *, depth: int = 2) -> LoaderT:
     """`loader`, with its batches on `device`: the next ones travel while the current one is computed on.
 
     The result stands for the loader: `len`, `dataset`, `sampler`, `batch_size`, `sampler.set_epoch(...)` and everything else
@@ -49,8 +49,8 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
         loader: any iterable of batches: a `DataLoader`, a list, a generator, an endless stream.
         device: where to; `"auto"` is the accelerator if there is one, else the CPU. A wrapped model stands for the device
             that it is on when an iteration starts.
-        depth: how many batches are in use or on their way at a time, the current one counted. No more are fetched. Without
-            it 2 for a `DataLoader`, a list or a tuple, and 1 for all else, such as a generator, which may use its buffers again.
+        depth: how many batches are in use or on their way at a time, the current one counted. No more are fetched. Write 1
+            for a generator that uses NumPy arrays again: only tensors are copied as they are fetched.
 
     Raises:
         TypeError: `loader` is not iterable, or is a model or a data set; `device` is a model that is not wrapped.
@@ -65,8 +65,6 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
     if isinstance(loader, Prefetch):
         loader = loader.__wrapped__
     _check_loader(loader)
-    if depth is None:
-        depth = 2 if isinstance(loader, DataLoader | list | tuple) else 1
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"prefetch(..., depth={depth!r}): depth counts the batches in use or on their way; give 1 or more")
     target = _checked_target(device)
