@@ -17,7 +17,7 @@ from benchmarks.loops import Loop
 from benchmarks.measure import assert_close, counted, interleave, one_thread, summary, table, write
 from benchmarks.workloads import WORKLOADS, Workload
 
-ROUNDS = {"tiny MLP": 60, "tabular MLP": 20, "ResNet-like": 6, "GPT-like": 12, "LSTM": 20}
+ROUNDS = {"tiny MLP": 60, "tabular MLP": 20, "ResNet-like": 6, "UNet-like": 12, "GPT-like": 12, "LSTM": 20, "MLP-mixer": 10}
 
 
 def accelerate(workload: Workload) -> Loop:
