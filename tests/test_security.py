@@ -311,3 +311,12 @@ def test_numbers_that_no_step_gives_are_refused(path: list[Any], value: Any, tex
     with pytest.raises(ValueError, match=text):
         step.load_state_dict(state)
     assert differences(before, _everything(step)) == []
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_sum_that_no_float_can_hold_is_refused(place):
+    state = copy.deepcopy(AT_REST)
+    state["mean"]["loss"] = [1.0, 1.0]
+    state["mean"]["loss"][place] = 10**400
+    with pytest.raises(ValueError, match=r"its mean of 'loss' is not \[sum, weight\]"):
+        STEP.load_state_dict(state)

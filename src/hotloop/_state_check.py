@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -119,4 +120,6 @@ def _check_window(window: dict[str, Any], size: int, parameters: Mapping[str, Te
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # An integer that no float can hold would fail in the sums that go on from it.
+    fits = isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    return fits and not isinstance(value, bool)
