@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hotloop import _agreement, _plan
 from hotloop._exchange import Exchange
 from hotloop._facts import Facts
+from hotloop._forms import with_loss_fn
 from hotloop._given import Given, exchange_of
 from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
@@ -77,7 +78,7 @@ def remarks(modules: list[nn.Module], optimizers: list[Optimizer], loss_fn: Any,
     if schedulers:
         names = ", ".join(type(s).__name__ for s in schedulers)
         remarks.append(Decision("scheduler", names, "moved once per update; a schedule per epoch is yours to step"))
-    placed = [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    placed = with_loss_fn(modules, loss_fn)
     own = {id(p) for m in placed for p in m.parameters()}
     trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     untrained = [n for m in placed for n, p in m.named_parameters() if p.requires_grad and id(p) not in trained]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Named = dict[str, Any]
 
@@ -36,6 +36,11 @@ def as_number(value: Any) -> Any:
         return value.item()
     kinds: tuple[Any, ...] = (int, float, complex)
     return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
+
+
+def with_loss_fn(models: Sequence[nn.Module], loss_fn: Any) -> list[nn.Module]:
+    """The models, and the loss function where it is a module: it may hold parameters that train with theirs."""
+    return [*models, loss_fn] if isinstance(loss_fn, nn.Module) else [*models]
 
 
 def is_loss(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hotloop._exchange import Exchange
+from hotloop._forms import with_loss_fn
 from hotloop._processes import summed
 
 
@@ -81,4 +82,4 @@ def exchange_of(
     """What averages the gradients: the model itself where the user has seen to it, else DDP of our own."""
     if given(modules):
         return Given(modules, optimizers, device)
-    return Exchange([*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])], optimizers)
+    return Exchange(with_loss_fn(modules, loss_fn), optimizers)

@@ -23,6 +23,7 @@ from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts
 from hotloop._plan import Plan
 from hotloop._recovery import Recovery
+from hotloop._traces import OF_EVERY_MODULE
 from hotloop.transforms import memory_format
 
 
@@ -124,8 +125,6 @@ class ModelCall(Detour):
 # The layout of the images of plain models: what it was decided for, and a plan, which remembers what had to be taken back.
 _layouts: Any = WeakIdKeyDictionary()
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
 
 class _LaidOut:
     """The calls of a plain model in channels_last, until one of them fails in it, or shows that the body might."""
@@ -177,7 +176,7 @@ def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
     """The tensors that modules hold besides their parameters and buffers, alone or among the first items of a container."""
     for part in parts:
         for name, value in vars(part).items():
-            if name not in _OF_EVERY_MODULE:
+            if name not in OF_EVERY_MODULE:
                 items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
                 yield from (item for item in islice(items, 100) if isinstance(item, Tensor))
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hotloop import _forms as forms
 from hotloop import _state
+from hotloop._forms import with_loss_fn
 from hotloop._ledger import Ledger
 from hotloop._metrics import Means
 from hotloop._parts import Live, lives_within
@@ -44,9 +45,10 @@ class Progress:
         self._models = [live.parts.model for live in lives]
         # The wrapped models that a model is made of are inside its step as well.
         self._inside = [*self._lives, *(live for model in self._models for live in lives_within(model))]
-        trained = [*self._models, loss_fn] if isinstance(loss_fn, nn.Module) else self._models
         self._ledger = Ledger(optimizers, schedulers, partial(first_not_finite, self._models))
-        self._window = Window(window, trained, optimizers, on_replaced=self._ledger.replaced_gradients)
+        self._window = Window(
+            window, with_loss_fn(self._models, loss_fn), optimizers, on_replaced=self._ledger.replaced_gradients
+        )
         self._means = Means()
 
     def __repr__(self) -> str:

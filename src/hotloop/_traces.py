@@ -20,7 +20,7 @@ Cell = tuple[dict[str, Any], str]  # where a module keeps a buffer or an attribu
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # of random numbers: what reads and what sets its state
 
 _NUMBERS = (int, float, bool)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _cells(parts: Sequence[nn.Module]) -> Iterator[Cell]:
         yield from ((part._buffers, name) for name, _ in part._buffers.items())
         if not isinstance(part, LazyModuleMixin):  # it takes its sizes from the first batch, once
             attributes = vars(part)
-            yield from ((attributes, name) for name in attributes if name not in _OF_EVERY_MODULE)
+            yield from ((attributes, name) for name in attributes if name not in OF_EVERY_MODULE)
 
 
 def _sources(parts: Sequence[nn.Module]) -> Iterator[Source]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hotloop._facts import needs_closure
-from hotloop._forms import RESERVED
+from hotloop._forms import RESERVED, with_loss_fn
 from hotloop._parts import live_of
 
 
@@ -53,7 +53,7 @@ def optimizers(given: Any, modules: Sequence[nn.Module], loss_fn: Any) -> list[O
     if not found:
         raise ValueError("optimize(model, []): there is no optimizer; pass one, or write optimize(model) for inference")
     _each_once(found, "optimize(model, [...])", "optimizer")
-    own = {id(p) for m in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])] for p in m.parameters()}
+    own = {id(p) for m in with_loss_fn(modules, loss_fn) for p in m.parameters()}
     for optimizer in found:
         name = type(optimizer).__name__
         if isinstance(optimizer, type):
