@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hotloop._processes import Notes, everyone, summed
+from hotloop._processes import Notes, everyone, released_with_the_group, summed
 
 _numbers = itertools.count()
 
@@ -49,6 +49,7 @@ class Exchange:
         self._tells_reached = False  # whether ranks tell each other in every exchange what they have reached
         self._notes = Notes(f"hotloop/{next(_numbers)}")
         self.totals = torch.empty(0)  # what ranks gave to the last exchange, summed
+        released_with_the_group(self)
         self._build(init_sync=True)  # weights and buffers become those of rank 0
 
     def _build(self, *, init_sync: bool) -> None:
@@ -64,6 +65,10 @@ class Exchange:
         self._has_buffers = any(True for module in self._modules for _ in module.buffers())
         self._share_buffers()
         self._armed = False
+
+    def release(self) -> None:
+        """The group is about to be closed: no more exchanges."""
+        vars(self).pop("_ddp", None)
 
     def _grouped(self) -> list[Tensor]:
         return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _PLACE = ("RANK", "WORLD_SIZE")
 _MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
@@ -79,10 +83,21 @@ def join(world: World, device: torch.device) -> bool:
 
 
 def leave() -> None:
-    """Close the group that `join` opened, if it is still open."""
+    """Close the group that `join` opened, if it is still open.
+
+    What communicates over it goes first: torch's own, left to the end of the interpreter, aborts the process now and then.
+    """
     atexit.unregister(leave)
+    for user in list(_users):
+        user.release()
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def released_with_the_group(user: Any) -> None:
+    """Have `user.release()` called before the group that `join` opened is closed, if `user` lives until then."""
+    _users.add(user)
 
 
 def everyone(value: Any) -> list[Any]:
