@@ -45,7 +45,7 @@ def naive(workload: Workload) -> Loop:
 def bare(workload: Workload, **adam: Any) -> Loop:
     """The same without a look at the loss."""
     model, optimizer, loss_fn = workload.make(**adam)
-    return _bare(workload, model, optimizer, loss_fn)
+    return by_hand(workload, model, optimizer, loss_fn)
 
 
 def tuned(workload: Workload) -> Loop:
@@ -53,10 +53,10 @@ def tuned(workload: Workload) -> Loop:
     model, optimizer, loss_fn = workload.make(fused=True)
     if has_convolutions(model):
         model = model.to(memory_format=torch.channels_last)
-    return _bare(workload, model, optimizer, loss_fn, channels_last=has_convolutions(model))
+    return by_hand(workload, model, optimizer, loss_fn, channels_last=has_convolutions(model))
 
 
-def _bare(workload: Workload, model: Any, optimizer: Any, loss_fn: Any, *, channels_last: bool = False) -> Loop:
+def by_hand(workload: Workload, model: Any, optimizer: Any, loss_fn: Any, *, channels_last: bool = False) -> Loop:
     batches = workload.batches()
 
     def run() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import loops
 from benchmarks.loops import Loop
@@ -50,6 +52,11 @@ def accumulated(workload: Workload) -> Loop:
     return Loop(run, model)
 
 
+def under_ddp(workload: Workload) -> Loop:
+    model, optimizer, loss_fn = workload.make(fused=True)
+    return Loop(loops.by_hand(workload, DistributedDataParallel(model), optimizer, loss_fn).run, model)
+
+
 def wrapped(fused: bool, **wishes: Any) -> Callable[[Workload], Loop]:
     def make(workload: Workload) -> Loop:
         model, step = optimize(*workload.make(fused=fused), exact=True, **wishes)
@@ -70,6 +77,7 @@ PAIRS: dict[str, tuple[Callable[[Workload], Loop], Callable[[Workload], Loop]]] 
     "fused Adam": (lambda workload: loops.bare(workload, fused=True), wrapped(True)),
     "clipping": (clipped, wrapped(True, clip_norm=1.0)),
     "accumulation": (accumulated, wrapped(True, accumulate=2)),
+    "one of several processes": (under_ddp, wrapped(True, distributed=True)),
 }
 
 
@@ -90,8 +98,10 @@ def measure(workload: Workload, make_bare: Any, make_wrapped: Any) -> dict[str, 
 
 def main() -> None:
     workload = WORKLOADS["tiny MLP"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with one_thread():
         results = {name: measure(workload, *pair) for name, pair in PAIRS.items()}
+    dist.destroy_process_group()
     print(table(results))
     print(write("overhead", {"workload": workload.name, "a step": results}))
 

@@ -15,6 +15,11 @@ from hotloop._processes import Notes, everyone, released_with_the_group, summed
 
 _numbers = itertools.count()
 
+# What DDP's forward does around that of its module. Three quarters of its time goes into a region for profilers, around nothing
+# here. Private: a torch without these takes the public way.
+_before_forward: Any = getattr(DistributedDataParallel, "_pre_forward", None)
+_after_forward: Any = getattr(DistributedDataParallel, "_post_forward", None)
+
 
 class _Carrier(nn.Module):
     """Holds all that is trained. Its forward has nothing to compute: calling it under DDP makes the next backward communicate."""
@@ -97,7 +102,11 @@ class Exchange:
         # Parameters that only earlier micro-batches reached have a gradient, which this backward leaves as it is.
         self._before = [_mark(p) for p in self.parameters] if window_is_open else None
         self._count += 1
-        self._ddp()
+        if _before_forward is None or _after_forward is None:
+            self._ddp()
+        else:
+            _before_forward(self._ddp)
+            _after_forward(self._ddp, None)
         self._armed = True
 
     def finish(self, totals: list[float] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import warnings
 from functools import partial
 
@@ -165,6 +166,57 @@ def check_one_communication_a_window_for_every_model(rank):
             call(model, step, *half(batch, rank))
             assert len(sent) == (i + 1) // accumulate, (kind, name, accumulate)
         assert_same_on_both(model.state_dict())
+
+
+def calls_of(run):
+    """How many functions, in Python and in C, a call of `run` calls."""
+    count = 0
+
+    def on_event(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    run()
+    run()
+    sys.setprofile(on_event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def check_a_step_adds_no_more_to_ddp_than_to_the_plain_loop(rank):
+    x, y = half(batches(1, dtype=torch.float32)[0], rank)
+
+    def by_hand(model):
+        optimizer = SGD(model.parameters(), 0.05)
+
+        def run():
+            optimizer.zero_grad()
+            LOSS(model(x), y).backward()
+            optimizer.step()
+
+        return run
+
+    def stepped(**options):
+        model = net("mlp", torch.float32)
+        _, step = optimize(model, SGD(model.parameters(), 0.05), LOSS, **options)
+        return lambda: step(x, y)
+
+    alone = calls_of(stepped(distributed=False)) - calls_of(by_hand(net("mlp", torch.float32)))
+    over_ddp = calls_of(stepped()) - calls_of(by_hand(DistributedDataParallel(net("mlp", torch.float32))))
+    assert over_ddp <= alone
+
+
+def check_a_torch_whose_ddp_has_no_parts_of_a_forward(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotloop._exchange._before_forward", None)
+        (_, _), (model, step) = twins("mlp")
+        sent = communications(step)
+        step(*half(batches(1)[0], rank))
+    assert len(sent) == 1
+    assert_same_on_both(model.state_dict())
 
 
 def check_a_method_of_the_users_own_is_averaged_as_well(rank):
