@@ -95,6 +95,19 @@ def test_the_share_of_wide_layers(layer, share):
     assert traits([layer]).wide == share
 
 
+def tokens(*, head=512, **convolution):
+    return nn.Sequential(nn.Conv2d(3, 128, **{"kernel_size": (4, 2), "stride": (4, 2), **convolution}), nn.Linear(head, 128))
+
+
+@pytest.mark.parametrize(("module", "patch"), [
+    (tokens(), (4, 2)), (tokens(padding="valid"), (4, 2)), (tokens(head=513), None), (tokens(kernel_size=4), None),
+    (tokens(padding=1), None), (tokens(kernel_size=1, stride=1), None), (nn.Sequential(tokens(), tokens()), None),
+    (nn.ConvTranspose2d(3, 128, 4, 4), None), (nn.Linear(512, 128), None),
+])  # fmt: skip
+def test_patches_that_become_tokens(module, patch):
+    assert traits([module]).patch == patch
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("module", [
     pytest.param(lambda: nn.Linear(4, 0), id="no outputs"), pytest.param(lambda: nn.Linear(0, 4), id="no inputs"),

@@ -29,7 +29,7 @@ _CONVOLUTIONS = {
 
 NARROW = 16  # so many float32 channels fill a register of AVX-512, which is what convolution kernels work in
 
-MANY_ROWS = 512  # in a call: tokens, or samples of features
+MANY_ROWS = 512  # in a call: tokens, patches, or samples of features
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Traits:
     given: str  # what the user has put them under for several processes
     wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
     fairly_wide: float  # ... to pay for a call with at least MANY_ROWS rows
+    patch: tuple[int, int] | None  # height and width of the patches that a first layer makes tokens of
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         given=given(modules),
         wide=sum(p.numel() for p in known if _is_wide(p, 512)) / max(total, 1),
         fairly_wide=sum(p.numel() for p in multiplied if _is_wide(p, 128)) / max(sum(p.numel() for p in multiplied), 1),
+        patch=_patch(images, known),
     )
 
 
@@ -210,6 +212,22 @@ def _is_wide(parameter: torch.Tensor, features: int) -> bool:
         return False
     narrow = min(parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1))
     return narrow >= (features if parameter.dim() == 2 else 32)
+
+
+def _patch(images: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """The patches of a model such as a vision transformer: its one 2-D convolution cuts images up, and the rest sees its channels.
+
+    Matrices with more than four times as many inputs, which a transformer's layers stay below, belong to flattened maps: they
+    see one row a sample.
+    """
+    if len(images) != 1 or not isinstance(cut := images[0], nn.Conv2d):
+        return None
+    if cut.kernel_size != cut.stride or min(cut.kernel_size) < 2 or cut.padding not in ((0, 0), "valid"):
+        return None
+    if any(p.dim() == 2 and p.shape[1] > 4 * cut.out_channels for p in parameters):
+        return None
+    height, width = cut.kernel_size
+    return height, width
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -23,27 +23,31 @@ class Autocast:
     """Opens an autocast region of one dtype for a call, given its arguments; with no dtype it opens nothing.
 
     With `least_rows`, for narrow layers, it opens one only for a call with so many rows: 16-bit units gain nothing on fewer.
+    `patch` is the height and width of the patches that make up the rows where the model cuts images into such.
     """
 
     device_type: str = "cpu"
     dtype: torch.dtype | None = None
     least_rows: int = 0
+    patch: tuple[int, int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        if self.dtype is None or (self.least_rows and rows(args, kwargs) < self.least_rows):
+        if self.dtype is None or (self.least_rows and rows(args, kwargs, self.patch) < self.least_rows):
             return _OFF
         # `jit.trace` cannot hold the casts that the weight cache makes.
         cached = torch.compiler.is_compiling() or not torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
         return torch.autocast(self.device_type, self.dtype, cache_enabled=cached)
 
 
-def rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many rows a linear layer at the start of a model sees: tokens, or samples of features; 0 where that is not known."""
+def rows(args: tuple[Any, ...], kwargs: dict[str, Any], patch: tuple[int, int] | None) -> int:
+    """How many rows a linear layer at the start of a model sees: tokens, patches, or samples of features; 0 where not known."""
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if first is None or first.is_nested:
         return 0
     if not first.is_floating_point():
         return first.numel()
+    if first.dim() == 4 and patch is not None:
+        return first.shape[0] * (first.shape[2] // patch[0]) * (first.shape[3] // patch[1])
     return math.prod(first.shape[:-1]) if first.dim() in (2, 3) else 0
 
 

@@ -53,7 +53,7 @@ def amx(monkeypatch):
     ({"units": "AVX512-BF16"}, "bf16", "AVX512-BF16 units"),
     ({"units": "AMX", "exact": True}, "fp32", "exact=True"),
     ({"units": "AMX", "model": nn.Linear(8, 8)}, "fp32", "too small"),
-    ({"units": "AMX", "model": nn.Linear(128, 128)}, "bf16", "AMX units.*at least 512 tokens or samples"),
+    ({"units": "AMX", "model": nn.Linear(128, 128)}, "bf16", "AMX units.*at least 512 tokens, patches or samples"),
     ({"units": "AMX", "model": nn.Sequential(nn.Embedding(128, 128), nn.Linear(128, 8))}, "fp32", "too small"),
     ({"units": "AMX", "model": nn.Linear(512, 512).double()}, "as it is", "float64 parameters"),
     ({"device": CUDA, "bf16": True, "model": nn.Linear(2, 2).half()}, "as it is", "float16 parameters"),
@@ -141,6 +141,27 @@ def test_where_the_rows_are_not_known_narrow_layers_stay_in_float32():
     model = optimize(Narrow(), device="cpu")
     model(torch.ones(8, 8, 16, 128))
     assert model.seen == torch.float32
+
+
+class Patches(nn.Module):
+    """As a vision transformer begins; keeps the dtype that its linear layers give."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.layers = nn.Conv2d(3, 128, 8, 8), nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+
+    def forward(self, x):
+        h = self.layers(self.cut(x).flatten(2).transpose(1, 2))
+        self.seen = h.dtype
+        return h
+
+
+@pytest.mark.usefixtures("amx")
+def test_patches_of_images_are_rows():
+    model = optimize(Patches(), device="cpu").eval()
+    for images, expected in [((32, 3, 32, 39), torch.bfloat16), ((31, 3, 32, 39), torch.float32)]:
+        model(torch.ones(*images))
+        assert model.seen == expected
 
 
 @pytest.mark.usefixtures("amx")

@@ -33,9 +33,7 @@ def decide(facts: Facts, wish: Precision) -> Decision:
             "write precision='fp16', or leave scaler away"
         )
     if wish == "auto":
-        choice, why = _automatic(facts)
-        narrow = choice == "bf16" and facts.device.type == "cpu" and facts.traits.wide < 0.5
-        return _decision(facts, choice, why, least_rows=MANY_ROWS if narrow else 0)
+        return _automatic(facts)
     return _checked(facts, wish, "asked for")
 
 
@@ -48,29 +46,35 @@ def trial(facts: Facts) -> Decision | None:
     return _decision(facts, "bf16", "rounds to 8 bits (relative error 4e-3)")
 
 
-def _automatic(facts: Facts) -> tuple[str, str]:
+def _automatic(facts: Facts) -> Decision:
     machine, traits, device = facts.machine, facts.traits, facts.device
     if facts.exact:
-        return "fp32", "exact=True: 16-bit kernels change rounding"
+        return _decision(facts, "fp32", "exact=True: 16-bit kernels change rounding")
     if traits.floats - {torch.float32}:
-        return "as it is", f"the model has {_names(traits.floats)} parameters"
+        return _decision(facts, "as it is", f"the model has {_names(traits.floats)} parameters")
     if device.type == "cuda":
         if machine.accelerator_bf16:
-            return "bf16", f"{machine.accelerator_name} has native bfloat16; rounds to 8 bits (relative error 4e-3)"
+            return _decision(
+                facts, "bf16", f"{machine.accelerator_name} has native bfloat16; rounds to 8 bits (relative error 4e-3)"
+            )
         if facts.closure:
-            return "fp32", "the optimizer evaluates the loss again, which float16 scaling does not allow"
-        return "fp16", f"{machine.accelerator_name} has float16 kernels; rounds to 11 bits (relative error 5e-4)"
+            return _decision(facts, "fp32", "the optimizer evaluates the loss again, which float16 scaling does not allow")
+        return _decision(
+            facts, "fp16", f"{machine.accelerator_name} has float16 kernels; rounds to 11 bits (relative error 5e-4)"
+        )
     if device.type != "cpu":
-        return "fp32", f"16-bit kernels on {device.type} are not known to pay; precision='bf16' asks for them"
+        return _decision(facts, "fp32", f"16-bit kernels on {device.type} are not known to pay; precision='bf16' asks for them")
     if not machine.cpu_16bit:
-        return "fp32", "this CPU has no 16-bit units (bfloat16 trained a ResNet 12 times slower on such a CPU)"
+        return _decision(
+            facts, "fp32", "this CPU has no 16-bit units (bfloat16 trained a ResNet 12 times slower on such a CPU)"
+        )
     units = f"the {machine.cpu_16bit} units of this CPU"
     if traits.wide >= 0.5:
-        return "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)"
+        return _decision(facts, "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)")
     if traits.fairly_wide < 0.5:
-        return "fp32", f"the layers are too small for {units} to pay"
-    why = f"{units}, for calls with at least {MANY_ROWS} tokens or samples of features; rounds to 8 bits (relative error 4e-3)"
-    return "bf16", why
+        return _decision(facts, "fp32", f"the layers are too small for {units} to pay")
+    why = f"{units}, for calls with at least {MANY_ROWS} tokens, patches or samples of features; rounds to 8 bits (relative error 4e-3)"
+    return _decision(facts, "bf16", why, least_rows=MANY_ROWS)
 
 
 def _checked(facts: Facts, choice: str, why: str) -> Decision:
@@ -103,7 +107,8 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
 
 def _decision(facts: Facts, choice: str, why: str, *, least_rows: int = 0) -> Decision:
     def apply(parts: Parts) -> Parts:
-        parts = replace(parts, autocast=replace(parts.autocast, dtype=_DTYPES.get(choice), least_rows=least_rows))
+        chosen = replace(parts.autocast, dtype=_DTYPES.get(choice), least_rows=least_rows, patch=facts.traits.patch)
+        parts = replace(parts, autocast=chosen)
         if facts.scaler is not None:
             return replace(parts, scaler=facts.scaler)
         if choice != "fp16" or not parts.optimizers:
