@@ -44,7 +44,7 @@ def convnet() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-IMAGES = torch.randn(64, 3, 32, 32)  # large enough to be folded in the second call
+IMAGES = torch.randn(96, 3, 32, 32)  # large enough to be folded in the second call
 
 GLOBAL = net()
 

@@ -234,12 +234,23 @@ def test_an_eval_method_of_the_class_that_is_not_implemented_raises() -> None:
     assert model.training
 
 
-def test_a_small_model_runs_no_operator_more() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+def wide() -> nn.Sequential:
+    """Deep enough for channels_last to pay, and with so many weights that it does not for small images."""
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64))]
+    return nn.Sequential(nn.Conv2d(3, 64, 3), *layers).eval()
 
-    def counted(run: Any) -> int:
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize(("make", "shape"), [
+    pytest.param(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (2, 3), id="small model"),
+    pytest.param(wide, (1, 3, 8, 8), id="small images"),
+])  # fmt: skip
+def test_where_nothing_pays_no_operator_is_added(make: Any, shape: tuple[int, ...]) -> None:
+    model = make()
+
+    def seen(run: Any) -> list[str]:
         with Operators() as operators, torch.no_grad():
-            run(model, torch.ones(2, 3))
-        return len(operators.seen)
+            run(model, torch.ones(shape))
+        return operators.seen
 
-    assert counted(output) == counted(lambda model, x: model(x))
+    assert seen(output) == seen(lambda model, x: model(x))

@@ -24,6 +24,7 @@ from hotloop._parts import Live, Parts
 from hotloop._plan import Plan
 from hotloop._recovery import Recovery
 from hotloop._traces import OF_EVERY_MODULE
+from hotloop._tree import leaves
 from hotloop.transforms import memory_format
 
 
@@ -63,10 +64,10 @@ class ModelCall(Detour):
             dtype = next((p.dtype for p in _parameters(parts) if p.is_floating_point()), None)
             self._live = Live(Parts(module, device=device), inference="no_grad", exact=dtype in (torch.float16, torch.bfloat16))
             self._laid_out = _laid_out(self._live, parts, dtype)
-        # Nothing to move without an accelerator, nothing to fold: a tiny model takes no longer than looking for it.
+        # Nothing to move without an accelerator: a tiny model takes no longer than looking for it.
         moves = device.type != "cpu" or torch.accelerator.is_available()
         self._folds = any(isinstance(part, NORMS) for part in parts)
-        self._light = None if moves or self._folds or self._laid_out else self._live
+        self._light = None if moves else self._live
 
     def renew(self) -> None:
         self._casts_of: list[nn.Parameter] = []
@@ -82,6 +83,8 @@ class ModelCall(Detour):
                     return self(*args, **kwargs)
             finally:
                 asked.reset(before)
+        if self._laid_out is not None and self._laid_out.takes(args, kwargs):
+            return self._laid_out.call(self._settled, args, kwargs)
         light = self._light
         if (
             light is not None
@@ -89,13 +92,10 @@ class ModelCall(Detour):
             and not torch.compiler.is_compiling()
             and (in_evaluation.get() or not torch.is_grad_enabled())
         ):
-            output = silent(self.run, args, kwargs)
+            output = (settled if self._folds else silent)(self.run, args, kwargs)
             if type(output) is Tensor and output.dtype is torch.float32:
                 return output
             return finished(output, light, light.parts)
-        if self._laid_out is not None and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts):
-            # A hook may do with a feature map what its layout does not bear.
-            return self._laid_out.call(self._settled, args, kwargs)
         if self._live is not None:
             return call(self._settled, self._live, args, kwargs)
         region = asked.get()
@@ -129,14 +129,19 @@ _layouts: Any = WeakIdKeyDictionary()
 class _LaidOut:
     """The calls of a plain model in channels_last, until one of them fails in it, or shows that the body might."""
 
-    def __init__(self, live: Live, parts: Sequence[nn.Module], plan: Plan) -> None:
-        self._parts, self._decision = parts, plan[memory_format.NAME]
+    def __init__(self, live: Live, parts: Sequence[nn.Module], plan: Plan, least: int) -> None:
+        self._parts, self._decision, self._least = parts, plan[memory_format.NAME], least
         decision = self._decision
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
         self._live.plan = plan
         self._recovery = Recovery([self._live], [(decision, "off")])
         self._first = threading.Lock()
         self._proven = False
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is of this kind: its images are large enough, and no hook does with a map what its layout does not bear."""
+        images = any(tensor.numel() >= self._least for tensor in leaves((args, kwargs)))
+        return images and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts)
 
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = partial(call, run, self._live, args, kwargs)
@@ -166,10 +171,11 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
     known = _layouts.get(module)
     if known is None or known[0] != decided_for:
         found = replace(traits([module]), dropout_on_maps=False)  # in eval mode it draws nothing
-        decision = memory_format.decide(Facts(machine(), found, device=device), "auto")
-        known = _layouts[module] = decided_for, Plan([decision])
-    plan = known[1]
-    return _LaidOut(live, parts, plan) if plan[memory_format.NAME].choice == "on" else None
+        facts = Facts(machine(), found, device=device)
+        decision = memory_format.decide(facts, "auto")
+        known = _layouts[module] = decided_for, Plan([decision]), memory_format.least(facts)
+    _, plan, least = known
+    return _LaidOut(live, parts, plan, least) if plan[memory_format.NAME].choice == "on" else None
 
 
 def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
