@@ -254,3 +254,18 @@ def test_where_nothing_pays_no_operator_is_added(make: Any, shape: tuple[int, ..
         return operators.seen
 
     assert seen(output) == seen(lambda model, x: model(x))
+
+
+@pytest.mark.usefixtures("pays")
+def test_only_the_first_evaluation_in_channels_last_keeps_copies_of_buffers() -> None:
+    model = wide()
+
+    def copies() -> int:
+        with Operators() as operators:
+            output(model, torch.ones(16, 3, 16, 16))
+        return operators.count("aten.clone")
+
+    first, buffers = copies(), len(list(model.buffers()))
+    assert first - copies() == buffers
+    model[2].running_mean = model[2].running_mean.clone()
+    assert copies() == first, "a buffer that came in the place of another"

@@ -20,6 +20,7 @@ from hotloop._facts import machine
 from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
 from hotloop._recovery import Recovery
+from hotloop.transforms import precision as decisions
 from observing import Uncast
 from parity.twins import differences, plain_loop, snapshot
 
@@ -390,7 +391,7 @@ def test_an_error_in_the_middle_of_a_window_keeps_the_window():
 @pytest.fixture
 def float16(monkeypatch):
     """As on a CUDA device without bfloat16: float16 with a scaler is the automatic choice."""
-    monkeypatch.setattr("hotloop.transforms.precision._automatic", lambda facts: ("fp16", "for the test"))
+    monkeypatch.setattr(decisions, "_automatic", lambda facts: decisions._decision(facts, "fp16", "for the test"))
 
 
 def small(output, y):

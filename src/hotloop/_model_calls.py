@@ -23,7 +23,7 @@ from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts
 from hotloop._plan import Plan
 from hotloop._recovery import Recovery
-from hotloop._traces import OF_EVERY_MODULE
+from hotloop._traces import OF_EVERY_MODULE, Proven
 from hotloop._tree import leaves
 from hotloop.transforms import memory_format
 
@@ -122,19 +122,28 @@ class ModelCall(Detour):
             self._seen = now
 
 
-# The layout of the images of plain models: what it was decided for, and a plan, which remembers what had to be taken back.
+@dataclass(frozen=True)
+class _Layout:
+    """What is known of the layout of a plain model's images, for as long as it is the model that it was."""
+
+    decided_for: tuple[Any, ...]
+    plan: Plan  # remembers what had to be taken back
+    least: int  # elements of images
+    proven: dict[tuple[int, bool], Proven]
+
+
 _layouts: Any = WeakIdKeyDictionary()
 
 
 class _LaidOut:
     """The calls of a plain model in channels_last, until one of them fails in it, or shows that the body might."""
 
-    def __init__(self, live: Live, parts: Sequence[nn.Module], plan: Plan, least: int) -> None:
-        self._parts, self._decision, self._least = parts, plan[memory_format.NAME], least
-        decision = self._decision
+    def __init__(self, live: Live, parts: Sequence[nn.Module], layout: _Layout) -> None:
+        self._decision = decision = layout.plan[memory_format.NAME]
+        self._parts, self._least = parts, layout.least
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
-        self._live.plan = plan
-        self._recovery = Recovery([self._live], [(decision, "off")])
+        self._live.plan = layout.plan
+        self._recovery = Recovery([self._live], [(decision, "off")], layout.proven)
         self._first = threading.Lock()
         self._proven = False
 
@@ -167,15 +176,15 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
     if not any(isinstance(part, nn.Conv2d | nn.ConvTranspose2d) for part in parts):
         return None
     module, device = live.parts.model, live.parts.device
-    decided_for = (device, dtype, tuple(map(id, parts)))
-    known = _layouts.get(module)
-    if known is None or known[0] != decided_for:
+    buffers = (id(buffer) for part in parts for buffer in part._buffers.values())
+    decided_for = (device, dtype, *map(id, parts), *buffers)
+    layout = _layouts.get(module)
+    if layout is None or layout.decided_for != decided_for:
         found = replace(traits([module]), dropout_on_maps=False)  # in eval mode it draws nothing
         facts = Facts(machine(), found, device=device)
-        decision = memory_format.decide(facts, "auto")
-        known = _layouts[module] = decided_for, Plan([decision]), memory_format.least(facts)
-    _, plan, least = known
-    return _LaidOut(live, parts, plan, least) if plan[memory_format.NAME].choice == "on" else None
+        plan = Plan([memory_format.decide(facts, "auto")])
+        layout = _layouts[module] = _Layout(decided_for, plan, memory_format.least(facts), {})
+    return _LaidOut(live, parts, layout) if layout.plan[memory_format.NAME].choice == "on" else None
 
 
 def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -25,13 +25,19 @@ class Recovery:
     The first call that raises is repeated without one choice, then without all, from the same random state, and so that each
     buffer and each count that a module keeps is changed once. Where that works, the choice stays off for all models of the plan,
     which quotes the error; where it does not, the error was the user's own and is the one that the plain configuration gives.
+    `proven` is what an earlier recovery of the same models has found out.
     """
 
-    def __init__(self, lives: Sequence[Live], choices: list[tuple[Decision, str]]) -> None:
+    def __init__(
+        self,
+        lives: Sequence[Live],
+        choices: list[tuple[Decision, str]],
+        proven: dict[tuple[int, bool], Proven] | None = None,
+    ) -> None:
         self._lives = lives
         self._choices = choices  # with what holds in its place
         self._running = False
-        self._proven: dict[tuple[int, bool], Proven] = {}  # modes that have run
+        self._proven = {} if proven is None else proven  # by the place of a model and its mode, once that has run
 
     def copy(self, live: Live) -> Recovery:
         """For a copy of a model."""
@@ -41,7 +47,7 @@ class Recovery:
         """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
         if self._running:  # a call inside a step is repeated with the whole step
             return run()
-        mode = (id(live), live.parts.model.training)
+        mode = (self._lives.index(live), live.parts.model.training)
         proven = self._proven.get(mode)
         saved = Snapshot(live, proven)
         self._running = True
