@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.measure import Times, interleave, one_thread, ratio, summary, table, write
+from benchmarks.measure import Times, interleave, ratio, summary, table, write
 from hotloop import data_loader, prefetch
 
 ITEM = 2e-3  # seconds that an item of the second part takes in this process
@@ -26,7 +26,7 @@ WORKERS = (0, 1, 2, 4)
 
 def drain(loader: Iterable[Any]) -> Callable[[], None]:
     def run() -> None:
-        for _ in loader:
+        for _x, _y in loader:
             pass
 
     return run
@@ -36,13 +36,25 @@ def drain(loader: Iterable[Any]) -> Callable[[], None]:
 
 
 def in_memory(shape: tuple[int, ...], batch: int, items: int = 8192, **options: Any) -> dict[str, dict[str, float]]:
-    """Milliseconds a batch, and the ratio to DataLoader."""
+    """Milliseconds a batch, and the ratio to DataLoader. What copies the rows and does nothing else is the least that there is."""
     dataset = TensorDataset(torch.randn(items, *shape), torch.randint(10, (items,)))
     plain = DataLoader(dataset, batch, shuffle=True, **options)
     ahead = prefetch(DataLoader(dataset, batch, shuffle=True, **options), "cpu")
     assert_same(plain, ahead)
-    times = interleave({"DataLoader": drain(plain), "prefetch": drain(ahead)}, rounds=25)
+    variants = {"DataLoader": drain(plain), "prefetch": drain(ahead), "index_select alone": drain(Rows(dataset.tensors, batch))}
+    times = interleave(variants, rounds=25)
     return summary(times, base="DataLoader", per=len(plain))
+
+
+class Rows:
+    """Batches of the tensors' rows in a random order."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], batch: int) -> None:
+        self.tensors, self.batch = tensors, batch
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for index in torch.randperm(len(self.tensors[0])).split(self.batch):
+            yield [tensor.index_select(0, index) for tensor in self.tensors]
 
 
 def assert_same(plain: Iterable[Any], other: Iterable[Any]) -> None:
@@ -143,16 +155,17 @@ def over_the_best(times: Times) -> dict[str, float]:
 
 
 def main() -> None:
-    with one_thread():
-        memory = {
-            f"{'x'.join(map(str, shape))}, batch {batch}": in_memory(shape, batch)
-            for shape in ((64,), (3, 32, 32))
-            for batch in (32, 256)
-        }
-    print(table({name: figures["prefetch"] for name, figures in memory.items()}), flush=True)
+    memory = {
+        f"{'x'.join(map(str, shape))}, batch {batch}": in_memory(shape, batch)
+        for shape in ((64,), (3, 32, 32))
+        for batch in (32, 256)
+    }
+    for name, figures in memory.items():
+        print(f"{name}\n{table(figures)}\n", flush=True)
     costly = {name: chosen(make) for name, make in KINDS.items()}
     print(table({name: {k: v for k, v in row.items() if k != "why"} for name, row in costly.items()}))
-    print(write("loading", {"tensors in memory, a batch": memory, "items of 2 ms, x no workers": costly}))
+    threads = torch.get_num_threads()
+    print(write("loading", {"threads": threads, "tensors in memory, a batch": memory, "items of 2 ms, x no workers": costly}))
 
 
 if __name__ == "__main__":
