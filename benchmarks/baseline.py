@@ -23,7 +23,7 @@ from benchmarks.measure import assert_close, interleave, one_thread, summary, ta
 from benchmarks.workloads import WORKLOADS, Workload
 from hotloop import compare
 
-SECONDS = 4  # for the timed rounds of one table
+SECONDS = 3  # for the timed rounds of one table
 LOOPS: dict[str, Callable[[Workload], Loop]] = {
     "naive": loops.naive,
     "bare": loops.bare,

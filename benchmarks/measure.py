@@ -161,9 +161,14 @@ def _accelerator() -> str | None:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    root = Path(__file__).parent.parent
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False).stdout.strip()
+
+    # What one benchmark after the other writes changes nothing of what is measured.
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README*.md")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def write(name: str, payload: Mapping[str, Any]) -> Path:
