@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benchmarks import loops, measure
+from benchmarks import loops, measure, reading, shapes
 from benchmarks.workloads import WORKLOADS, Workload
 
 
@@ -67,3 +68,15 @@ def test_exact_loops_are_the_plain_loop_to_the_bit(workload: Workload) -> None:
     assert measure.assert_close(plain.weights(), hot.weights(), 0.0, workload.name) == 0.0
     with pytest.raises(AssertionError):
         measure.assert_close(plain.weights(), before, 0.0, "untrained")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they measure")
+@pytest.mark.parametrize(("script", "told"), [(shapes, "random    0.000  1.000  0.667"), (reading, "same weights, to the bit")])
+def test_what_needs_a_gpu_runs_as_far_as_it_goes(
+    script: Any, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark"])
+    script.main()
+    out = capsys.readouterr().out
+    assert "No results" in out
+    assert told in out
