@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -269,3 +271,24 @@ def test_only_the_first_evaluation_in_channels_last_keeps_copies_of_buffers() ->
     assert first - copies() == buffers
     model[2].running_mean = model[2].running_mean.clone()
     assert copies() == first, "a buffer that came in the place of another"
+
+
+@pytest.mark.usefixtures("pays")
+def test_a_model_that_counts_and_knows_itself_is_not_kept_alive() -> None:
+    class Counting(Seen):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.owners = 0, [self]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    model = Counting()
+    output(model, X)
+    output(model, X)
+    assert model.laid_out == [True, True]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -140,7 +140,7 @@ class _LaidOut:
 
     def __init__(self, live: Live, parts: Sequence[nn.Module], layout: _Layout) -> None:
         self._decision = decision = layout.plan[memory_format.NAME]
-        self._parts, self._least = parts, layout.least
+        self._parts, self._layout = parts, layout
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
         self._live.plan = layout.plan
         self._recovery = Recovery([self._live], [(decision, "off")], layout.proven)
@@ -149,7 +149,7 @@ class _LaidOut:
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is of this kind: its images are large enough, and no hook does with a map what its layout does not bear."""
-        images = any(tensor.numel() >= self._least for tensor in leaves((args, kwargs)))
+        images = any(tensor.numel() >= self._layout.least for tensor in leaves((args, kwargs)))
         return images and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts)
 
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,6 +160,8 @@ class _LaidOut:
             result = self._recovery.attempt(self._live, attempt)
             if kept := [tensor for tensor in _attributes(self._parts) if tensor.dim() == 4 and not tensor.is_contiguous()]:
                 self._leave(kept)
+            # Cells are dictionaries of the modules, which may hold the model: it would never be freed.
+            self._layout.proven.update({mode: found for mode, found in self._recovery.proven.items() if not found.cells})
             self._proven = True
             return result
 

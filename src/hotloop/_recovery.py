@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -32,12 +32,12 @@ class Recovery:
         self,
         lives: Sequence[Live],
         choices: list[tuple[Decision, str]],
-        proven: dict[tuple[int, bool], Proven] | None = None,
+        proven: Mapping[tuple[int, bool], Proven] | None = None,
     ) -> None:
         self._lives = lives
         self._choices = choices  # with what holds in its place
         self._running = False
-        self._proven = {} if proven is None else proven  # by the place of a model and its mode, once that has run
+        self.proven = dict(proven or {})  # by the place of a model and its mode, once that has run
 
     def copy(self, live: Live) -> Recovery:
         """For a copy of a model."""
@@ -48,13 +48,13 @@ class Recovery:
         if self._running:  # a call inside a step is repeated with the whole step
             return run()
         mode = (self._lives.index(live), live.parts.model.training)
-        proven = self._proven.get(mode)
+        proven = self.proven.get(mode)
         saved = Snapshot(live, proven)
         self._running = True
         try:
             result = run()
             if proven is None:
-                self._proven[mode] = saved.proven()
+                self.proven[mode] = saved.proven()
             return result
         except torch.OutOfMemoryError:
             raise
