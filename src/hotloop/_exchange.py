@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hotloop._processes import Notes, everyone, released_with_the_group, summed
+from hotloop._processes import Notes, everyone, released_at_the_end, summed
 
 _numbers = itertools.count()
 
@@ -54,7 +54,7 @@ class Exchange:
         self._tells_reached = False  # whether ranks tell each other in every exchange what they have reached
         self._notes = Notes(f"hotloop/{next(_numbers)}")
         self.totals = torch.empty(0)  # what ranks gave to the last exchange, summed
-        released_with_the_group(self)
+        released_at_the_end(self)
         self._build(init_sync=True)  # weights and buffers become those of rank 0
 
     def _build(self, *, init_sync: bool) -> None:
@@ -72,7 +72,7 @@ class Exchange:
         self._armed = False
 
     def release(self) -> None:
-        """The group is about to be closed: no more exchanges."""
+        """No more exchanges: the group is about to be closed, or the process to end."""
         vars(self).pop("_ddp", None)
 
     def _grouped(self) -> list[Tensor]:

@@ -83,21 +83,27 @@ def join(world: World, device: torch.device) -> bool:
 
 
 def leave() -> None:
-    """Close the group that `join` opened, if it is still open.
-
-    What communicates over it goes first: torch's own, left to the end of the interpreter, aborts the process now and then.
-    """
+    """Close the group that `join` opened, if it is still open."""
     atexit.unregister(leave)
-    for user in list(_users):
-        user.release()
-    gc.collect()
+    _release()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def released_with_the_group(user: Any) -> None:
-    """Have `user.release()` called before the group that `join` opened is closed, if `user` lives until then."""
+def released_at_the_end(user: Any) -> None:
+    """Have `user.release()` called before the group is closed, or at the end of the process, if `user` lives until then.
+
+    What of torch's communicates over a group and is left to the end of the interpreter aborts the process now and then.
+    """
+    atexit.unregister(_release)
+    atexit.register(_release)
     _users.add(user)
+
+
+def _release() -> None:
+    for user in list(_users):
+        user.release()
+    gc.collect()
 
 
 def everyone(value: Any) -> list[Any]:

@@ -145,13 +145,15 @@ def on_two_ranks(*script):
     return subprocess.run([*launch, *script], capture_output=True, text=True, timeout=90, env=environment)
 
 
-def test_nothing_of_torchs_communication_is_left_to_the_end_of_the_interpreter():
+@pytest.mark.parametrize("own_group", ["", "torch.distributed.init_process_group('gloo')"])
+def test_nothing_of_torchs_communication_is_left_to_the_end_of_the_interpreter(own_group):
     """Its threads would abort the process now and then."""
-    script = """
+    script = f"""
 import atexit, gc, torch
 from torch.nn.parallel import DistributedDataParallel
 atexit.register(lambda: print(any(isinstance(o, DistributedDataParallel) for o in gc.get_objects())))
 from hotloop import optimize
+{own_group}
 net = torch.nn.Linear(4, 2)
 model, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), device="cpu", distributed=True)
 step(model(torch.ones(3, 4)).sum())
