@@ -434,6 +434,48 @@ def test_scaled_gradients_of_an_open_window_are_not_applied_as_they_are(float16,
         assert torch.allclose(ours, its, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_run_that_has_taken_a_choice_back_resumes(kind, monkeypatch):
+    """Made with the same arguments the step begins with the choice again: the state tells that it was taken back.
+
+    The later calls run in either precision, so that only the state can tell.
+    """
+    monkeypatch.setattr(decisions, "_automatic", lambda facts: decisions._decision(facts, kind, "for the test"))
+
+    class Net(nn.Linear):
+        fine = False
+
+        def forward(self, x):
+            h = super().forward(x)
+            return h if self.fine else index_add(h, torch.zeros(len(x), 2))
+
+    def run():
+        torch.manual_seed(1)
+        model = Net(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, step = optimize(model, optimizer, small, accumulate=2)
+        assert precision(step)["choice"] == kind
+        return model, optimizer, step
+
+    data = batches(6)
+    whole, optimizer, step = run()
+    for x, y in data[:3]:
+        step(x, y)
+        whole.__wrapped__.fine = True
+    assert precision(step)["choice"] == "fp32"
+    states = copy.deepcopy([whole.state_dict(), optimizer.state_dict(), step.state_dict()])
+    resumed, optimizer, again = run()
+    resumed.__wrapped__.fine = True
+    for part, state in zip((resumed, optimizer, again), states, strict=True):
+        part.load_state_dict(state)
+    assert precision(again) == {"choice": "fp32", "why": f"the automatic {kind} was taken back: in the run that is resumed"}
+    assert differences(again.state_dict(), states[2]) == []
+    for x, y in data[3:]:
+        step(x, y)
+        again(x, y)
+    assert differences(whole.state_dict(), resumed.state_dict()) == []
+
+
 def test_the_users_own_scaler_is_not_taken_back():
     """It is an explicit wish: the error is the user's to see."""
     model = build(index_add)

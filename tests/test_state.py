@@ -129,6 +129,7 @@ BAD = {
     "text for a scale": (changed(["scaler", "scale"], "large"), r"."),
     "text for a sum": (changed(["mean", "loss"], "large"), r"mean"),
     "a sum without weight": (changed(["mean", "loss"], [1.0]), r"mean"),
+    "numbers for names": (changed(["taken_back"], [1]), r"taken back should be names"),
     "nothing for a sum": (changed(["mean", "loss"], None), r"mean"),
 }  # fmt: skip
 

@@ -114,6 +114,7 @@ class Live:
         "parts",
         "plan",
         "recovery",
+        "taken_back",
     )
 
     def __init__(self, parts: Parts, *, inference: str = "no_grad", exact: bool = False, methods: tuple[str, ...] = ()) -> None:
@@ -127,6 +128,7 @@ class Live:
         self.companions: list[nn.Module] = []  # what was placed with the model and moves with it: a loss function
         self.plan: Any = None
         self.recovery: Any = None  # runs a call again without an automatic choice that it fails under
+        self.taken_back: list[str] = []  # which of them by now
 
     def is_stepping(self) -> bool:
         """Whether a call made now is part of a step: in its thread, or in one of autograd's, which recomputes a checkpoint."""

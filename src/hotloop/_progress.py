@@ -99,7 +99,8 @@ class Progress:
         """Everything that a resumed run needs besides the model and the optimizer, as plain data and tensors.
 
         Keys: `version`, `scaler` (GradScaler's own dict), `schedulers`, `updates`, `skipped`, `running_skips`, `window` (the
-        open window with its gradients by parameter name) and `mean`. It loads with `torch.load(..., weights_only=True)`.
+        open window with its gradients by parameter name), `mean` and `taken_back` (automatic choices). It loads with
+        `torch.load(..., weights_only=True)`.
         Waits for the device.
         """
         if self._window.is_open:
@@ -108,7 +109,10 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Everything is checked first: a state that does not fit raises and changes nothing."""
-        _state.load(self._memory(), state)
+        memory = self._memory()
+        _state.load(memory, state)
+        if again := [name for name in state["taken_back"] if name in memory.may_take_back]:
+            self._live.recovery.take_back(again, "in the run that is resumed")
         self._scaling.remember(self.scaler)
 
     def _check_own_loss(self, loss: Tensor, call: forms.Call) -> None:
@@ -126,4 +130,6 @@ class Progress:
 
     def _memory(self) -> _state.Memory:
         held = (self.scaler, self._window, self._ledger, self._means)
-        return _state.Memory(self._models, self._optimizers, self._schedulers, *held)
+        recovery = self._live.recovery
+        choices = self._live.taken_back, [] if recovery is None else recovery.names
+        return _state.Memory(self._models, self._optimizers, self._schedulers, *held, *choices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -82,17 +82,30 @@ class Recovery:
                     live.parts = parts
                 continue
             saved.finish()
-            self._settle(dropped, first)
+            quoted = str(first).strip().split("\n")[0]
+            self._settle(dropped, f"{type(first).__name__}: {quoted}")
             return result
         saved.finish()
         raise error.with_traceback(error.__traceback__) from None
 
-    def _settle(self, dropped: list[tuple[Decision, str]], error: Exception) -> None:
-        quoted = str(error).strip().split("\n")[0]
+    @property
+    def names(self) -> list[str]:
+        """The choices that may still be taken back."""
+        return [decision.name for decision, _ in self._choices]
+
+    def take_back(self, names: Collection[str], why: str) -> None:
+        """Take these back without a call that has failed."""
+        dropped = [choice for choice in self._choices if choice[0].name in names]
+        for live in self._lives:
+            live.parts = revert([decision for decision, _ in dropped], live.parts)
+        self._settle(dropped, why)
+
+    def _settle(self, dropped: list[tuple[Decision, str]], reason: str) -> None:
         for decision, instead in dropped:
-            why = f"the automatic {decision.choice} was taken back: {type(error).__name__}: {quoted}"
+            why = f"the automatic {decision.choice} was taken back: {reason}"
             self._lives[0].plan.record(replace(decision, choice=instead, why=why))
         self._choices = [choice for choice in self._choices if choice not in dropped]
-        if not self._choices:
-            for live in self._lives:
+        for live in self._lives:
+            live.taken_back += [decision.name for decision, _ in dropped]
+            if not self._choices:
                 live.recovery = None

@@ -28,6 +28,8 @@ class Memory:
     window: Window
     ledger: Ledger
     means: Means
+    taken_back: Sequence[str]  # automatic choices
+    may_take_back: Sequence[str]
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by a name that a resumed run gives it as well; those outside of the models by their position."""
@@ -65,13 +67,14 @@ def of(memory: Memory) -> dict[str, Any]:
             "gradients": gradients,
         },
         "mean": memory.means.sums(),
+        "taken_back": list(memory.taken_back),
     }
 
 
 def load(memory: Memory, state: dict[str, Any]) -> None:
     """Take over a state; one that does not fit raises, with everything as it was."""
     parameters = memory.parameters()
-    check(state, of(memory), parameters, memory.schedulers)
+    check(state, of(memory), parameters, memory.schedulers, memory.may_take_back)
     saved, window = state["window"], memory.window
     gradients = {}
     for name, gradient in saved["gradients"].items():
@@ -81,7 +84,7 @@ def load(memory: Memory, state: dict[str, Any]) -> None:
     try:
         for scheduler, its in zip(memory.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(its))
-        if memory.scaler.is_enabled():
+        if state["scaler"]:
             memory.scaler.load_state_dict(state["scaler"])
     except BaseException:
         for scheduler, its in zip(memory.schedulers, kept, strict=True):

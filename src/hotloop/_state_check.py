@@ -16,8 +16,17 @@ _LARGEST_TRACKER = 2**31 - 1  # and this in int32
 _LARGEST_INTEGER = 2**63
 
 
-def check(state: Any, expected: dict[str, Any], parameters: Mapping[str, Tensor], schedulers: Sequence[Any]) -> None:
-    """Raise, with the reason, unless the state fits the step; `expected` is the state that it has now."""
+def check(
+    state: Any,
+    expected: dict[str, Any],
+    parameters: Mapping[str, Tensor],
+    schedulers: Sequence[Any],
+    may_take_back: Sequence[str],
+) -> None:
+    """Raise, with the reason, unless the state fits the step; `expected` is the state that it has now.
+
+    A run that has taken automatic float16 back has no scaler any more; this step, which `may_take_back` the same, still has one.
+    """
     if not isinstance(state, dict) or "version" not in state:
         _refuse("this is not the state of a step")
     if type(state["version"]) is not int or state["version"] != VERSION:
@@ -29,9 +38,12 @@ def check(state: Any, expected: dict[str, Any], parameters: Mapping[str, Tensor]
         wrong = [key for key in mine if type(its[key]) is not type(mine[key])]
         if wrong:
             _refuse(f"{', '.join(wrong)} in its {place} {'is' if len(wrong) == 1 else 'are'} of another type")
+    if not all(isinstance(name, str) for name in state["taken_back"]):
+        _refuse("what it has taken back should be names")
     if min(state["updates"], state["skipped"], state["running_skips"]) < 0:
         _refuse("its counters are out of range")
-    _check_scaler(state["scaler"], expected["scaler"])
+    if state["scaler"] or "precision" not in {*state["taken_back"]} & {*may_take_back}:
+        _check_scaler(state["scaler"], expected["scaler"])
     _check_schedulers(state["schedulers"], expected["schedulers"], schedulers)
     _check_window(state["window"], expected["window"]["size"], parameters)
     for name, pair in state["mean"].items():
@@ -55,7 +67,10 @@ def _refuse(what: str) -> NoReturn:
 def _check_scaler(its: dict[str, Any], mine: dict[str, Any]) -> None:
     if its.keys() != mine.keys():
         given, here = ("with" if part else "without" for part in (its, mine))
-        _refuse(f"it was saved {given} a gradient scaler, and this step is {here} one (see precision=)")
+        _refuse(
+            f"it was saved {given} a gradient scaler, and this step is {here} one; write the precision= of that run, since 'auto' "
+            "follows the hardware"
+        )
     for name, value in its.items():
         if not _is_real(value) or not _RANGES.get(name, math.isfinite)(value):
             _refuse(f"{name} of its scaler is {value!r}")
