@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop import _facts
-from hotloop._facts import Facts, machine, needs_closure, traits
+from hotloop._facts import Facts, machine, traits
+from hotloop._optimizer_traits import needs_closure
 
 
 def test_the_machine_without_an_accelerator():

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hotloop import _forms as forms
 from hotloop._comparison import Measured
 from hotloop._device import accelerator
-from hotloop._facts import needs_closure
+from hotloop._optimizer_traits import needs_closure
 from hotloop._syncs import find_syncs
 from hotloop._tree import map_leaves
 

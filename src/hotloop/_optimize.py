@@ -14,10 +14,10 @@ from hotloop import _validate
 from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
 from hotloop._distributed_step import DistributedStep
-from hotloop._facts import Facts, machine, needs_closure, optimizer_traits, traits
+from hotloop._facts import Facts, machine, traits
 from hotloop._forms import as_number
+from hotloop._optimizer_traits import needs_closure, optimizer_traits
 from hotloop._parts import Live
-from hotloop._plan import Plan
 from hotloop._processes import world_around
 from hotloop._proxy import wrap
 from hotloop._step import Step
@@ -230,7 +230,7 @@ def optimize(
     wishes.update({name: plain for name, (_, plain) in candidates.items()})
     agreed = {"accumulate": accumulate, "clip_norm": clip_norm, "scheduler": [type(s).__name__ for s in schedulers]}
     lives, exchange = build(modules, optimizers, loss_fn, wishes, facts, agreed)
-    plan: Plan = lives[0].plan
+    plan = lives[0].plan
     for decision in remarks(modules, optimizers, loss_fn, schedulers):
         plan.record(decision)
     settings = Settings(loss_fn, accumulate, clip_norm, before_update, metrics, keep_output)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hotloop._facts import needs_closure
 from hotloop._forms import RESERVED, with_loss_fn
+from hotloop._optimizer_traits import needs_closure
 from hotloop._parts import live_of
 
 

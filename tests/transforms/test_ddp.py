@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import SGD
 
 from hotloop import _agreement
-from hotloop._facts import Facts, Machine, optimizer_traits, traits
+from hotloop._facts import Facts, Machine, traits
+from hotloop._optimizer_traits import optimizer_traits
 from hotloop._processes import World
 from hotloop.transforms import ddp, placement
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hotloop._facts import Facts, OptimizerTraits, is_plain
+from hotloop._facts import Facts
+from hotloop._optimizer_traits import OptimizerTraits, is_plain
 from hotloop._parts import Parts
 from hotloop._plan import Decision
 from hotloop._rebind import fit_state

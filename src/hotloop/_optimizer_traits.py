@@ -1,0 +1,61 @@
+"""What the decisions look at: an optimizer, as plain data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hotloop._stepping import has_gaps
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """What an optimizer is, and what its user has set."""
+
+    kind: str  # the name of one of torch's own classes, or a full name
+    fused: bool  # already, in every group
+    foreach: bool
+    chosen: bool  # fused or foreach were set, to whatever value
+    differentiable: bool
+    momentum: bool
+    dampened: bool
+    tensor_lr: bool
+    floating: bool  # all parameters are plain floating tensors, each with memory of its own without gaps
+    outside: frozenset[str]  # device types of parameters that belong to no model
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure, as LBFGS cannot."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def optimizer_traits(optimizer: Optimizer, modules: Sequence[nn.Module]) -> OptimizerTraits:
+    """What this optimizer of these modules is."""
+    groups, kind = optimizer.param_groups, type(optimizer)
+    own = {id(p) for module in modules for p in module.parameters()}
+    parameters = [p for group in groups for p in group["params"]]
+    return OptimizerTraits(
+        kind=kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}",
+        fused=all(group.get("fused") for group in groups),
+        foreach=any(group.get("foreach") for group in groups),
+        chosen=any(group.get("fused") is not None or group.get("foreach") is not None for group in groups),
+        differentiable=any(group.get("differentiable") for group in groups),
+        momentum=any(group.get("momentum") for group in groups),
+        dampened=any(group.get("momentum") and group.get("dampening") for group in groups),
+        tensor_lr=any(isinstance(group.get("lr"), torch.Tensor) for group in groups),
+        floating=all(map(is_plain, parameters)),
+        outside=frozenset(p.device.type for p in parameters if id(p) not in own),
+    )
+
+
+def is_plain(parameter: torch.Tensor) -> bool:
+    """Whether this is a floating tensor of no special kind whose memory has no gaps: fused kernels would write over them."""
+    if type(parameter) not in (nn.Parameter, torch.Tensor) or not parameter.is_floating_point():
+        return False
+    return not has_gaps(parameter)
