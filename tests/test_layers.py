@@ -29,7 +29,7 @@ LAYERS = [
     # the decisions; the loaders
     "transforms.* _validate _progress _loading _data_loader _syncs",
     "transforms _step _loops _model_calls",
-    "_build _distributed_step _reduction _evaluation _tune",
+    "_build _distributed_step _reduction _evaluation _tune _optimized",
     "_optimize _runners",
     "_compare _evaluate",
     "__init__",

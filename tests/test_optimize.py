@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hotloop import Plan, optimize
-from hotloop._optimize import Optimized
+from hotloop._optimized import Optimized
 from hotloop._step import Step
 
 X, Y = torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 1, 1, 0, 1])
@@ -47,6 +47,17 @@ def test_it_returns_a_pair_with_names():
     assert made.step is made[1]
     assert isinstance(made.step, Step)
     assert isinstance(made.step.plan, Plan)
+
+
+def test_a_pair_that_was_not_unpacked_says_so():
+    raw = net()
+    made = optimize(raw, sgd(raw), nn.CrossEntropyLoss())
+    with pytest.raises(
+        AttributeError, match=r"no 'train' here: optimize\(model, optimizer, \.\.\.\) returns both; write `model, step ="
+    ):
+        made.train()
+    assert not hasattr(made, "parameters")
+    assert copy.copy(made) == made
 
 
 def test_without_an_optimizer_it_returns_the_model_alone():

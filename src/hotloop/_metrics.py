@@ -113,8 +113,8 @@ class Metrics(Mapping[str, float]):
 
         def _is_no_number(self, *_: object) -> NoReturn:
             raise TypeError(
-                "arithmetic on what step returned: it is a mapping of numbers; write metrics['loss'] for the number, or "
-                "float(metrics), as in `total += float(metrics)`"
+                "arithmetic, or a comparison, with what step returned: it is a mapping of numbers; write metrics['loss'] for "
+                "the number, or float(metrics), as in `total += float(metrics)`"
             )
 
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_number

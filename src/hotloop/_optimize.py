@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import NamedTuple
 
 from hotloop import _validate
 from hotloop._batch_loss import Settings
@@ -16,6 +15,7 @@ from hotloop._build import build, remarks
 from hotloop._distributed_step import DistributedStep
 from hotloop._facts import Facts, machine, traits
 from hotloop._forms import as_number
+from hotloop._optimized import Optimized
 from hotloop._optimizer_traits import needs_closure, optimizer_traits
 from hotloop._parts import Live
 from hotloop._processes import world_around
@@ -24,23 +24,11 @@ from hotloop._step import Step
 from hotloop._tune import Tuner, trials
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
 
 Device = torch.device | str | int
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Inference = Literal["no_grad", "inference_mode", "grad"]
 Scheduler = Any  # anything with `step` and `optimizer`: torch's schedulers have no common public type
-
-
-class Optimized(NamedTuple, Generic[T]):
-    """What `optimize` returns: the wrapped model, typed as the user's own class, and the training step."""
-
-    model: T
-    step: Step
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: what was meant is a call of the model."""
-        raise TypeError("optimize(model, optimizer, ...) returns both; write `model, step = optimize(model, optimizer, ...)`")
 
 
 @overload
