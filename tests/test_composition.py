@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader
 
-from hotloop import optimize
+from hotloop import _facts, fast_eval, optimize
 from hotloop._tree import leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
@@ -428,6 +428,31 @@ def _counted(syncs, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+# --- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def convolutions(inputs=3, channels=16):
+    """Deep enough for channels_last, and with layers to fold."""
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels))]
+    return nn.Sequential(nn.Conv2d(inputs, channels, 3), *layers)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda net: torch.compile(net, backend="eager"), id="torch.compile"),
+    pytest.param(lambda net: optimize(net, compile={"backend": "eager"}, precision="fp32"), id="optimize"),
+    pytest.param(lambda net: net.compile(backend="eager") or net, id="module.compile"),
+])  # fmt: skip
+@pytest.mark.parametrize(("net", "shape"), [(convolutions, (4, 3, 16, 16)), (Net, (5, 4))])
+def test_compiled_models_are_evaluated(net, shape, make, monkeypatch):
+    monkeypatch.setattr(_facts, "_is_x86", lambda: True)
+    raw, x = net().eval(), torch.randn(shape)
+    expected = raw(x).detach()
+    evaluate = fast_eval(lambda model: [model(x) for _ in range(3)])
+    for made in evaluate(make(raw)):
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- averages -----------------------------------------------------------------------------------------------------------

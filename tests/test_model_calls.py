@@ -292,3 +292,104 @@ def test_a_model_that_counts_and_knows_itself_is_not_kept_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.usefixtures("pays")
+def test_tensors_that_the_user_has_made_stay_what_they_are() -> None:
+    """Only what comes in a call is a feature map that the model keeps."""
+
+    class Own(Seen):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.randn(1, 14, 14, 16)
+            self.bias = self.table.permute(0, 3, 1, 2)  # what is written to the table shows in it
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.bias
+
+    model = Own().eval()
+    output(model, X)
+    assert model.laid_out == [True]
+    assert not model.bias.is_contiguous()
+    assert model.bias.data_ptr() == model.table.data_ptr()
+    output(model, X)
+    assert model.laid_out == [True, True]
+
+
+@pytest.mark.usefixtures("pays")
+def test_a_buffer_that_the_forward_replaces_can_be_viewed() -> None:
+    class Last(Seen):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last.mean((2, 3))
+
+    @fast_eval
+    def evaluate(model: nn.Module) -> Any:
+        return model(X), model.last.view(4, -1)
+
+    assert evaluate(Last())[1].shape == (4, 16 * 14 * 14)
+
+
+def stacked(net: nn.Module) -> Any:
+    """One forward of three models at once."""
+    parameters, buffers = torch.func.stack_module_state([net, net, net])
+
+    def run(model: nn.Module) -> Any:
+        one = lambda p, b: torch.func.functional_call(model, (p, b), (X,))  # noqa: E731
+        return torch.vmap(one)(parameters, buffers)
+
+    return run
+
+
+def per_sample(net: nn.Module) -> Any:
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+
+    def run(model: nn.Module) -> Any:
+        loss = lambda p, x: torch.func.functional_call(model, p, (x[None],)).square().mean()  # noqa: E731
+        return torch.vmap(torch.func.grad(loss), (None, 0))(parameters, X)
+
+    return run
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda net: lambda model: torch.vmap(lambda x: model(x[None]))(X), id="vmap"),
+    pytest.param(stacked, id="ensemble"),
+    pytest.param(per_sample, id="per-sample gradients"),
+])  # fmt: skip
+@pytest.mark.parametrize("way", ["wrapped", "in an evaluation", "wrapped in an evaluation"])
+def test_transforms_of_functions_are_what_they_are_plainly(call: Any, way: str) -> None:
+    """They bear neither automatic layouts nor folded layers, nor that a call that failed is put back."""
+    net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)).eval()
+    run = call(net)
+    expected = run(net)
+    model = optimize(net) if "wrapped" in way else net
+    evaluate = fast_eval(run) if "evaluation" in way else run
+    for _ in range(2):
+        torch.testing.assert_close(evaluate(model), expected, rtol=1e-4, atol=1e-5)
+        output(model, torch.randn(256, 3, 16, 16))  # a call as usual, which folds
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize("around", [
+    pytest.param(lambda model: nn.Sequential(model, nn.Softmax(1)), id="head"),
+    pytest.param(torch.optim.swa_utils.AveragedModel, id="average"),
+])  # fmt: skip
+def test_an_exact_model_inside_another_module_is_evaluated_exactly(around: Any) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+    images = torch.randn(256, 3, 16, 16)
+    model = around(optimize(net, exact=True))
+
+    @fast_eval
+    def evaluate(model: nn.Module) -> Any:
+        return [model(images) for _ in range(3)]
+
+    made = evaluate(model)
+    model.eval()
+    with torch.no_grad():
+        expected = model(images)
+    assert all(torch.equal(one, expected) for one in made)

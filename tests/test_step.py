@@ -822,3 +822,14 @@ class Bilinear(nn.Module):
 
 def test_a_decision_prints_without_addresses():
     assert "0x" not in repr(training(nn.Linear(4, 2)).step.plan["precision"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_flush_leaves_the_mode_of_gradients_as_it_was(fused):
+    model = nn.Linear(4, 2)
+    _, step = hotloop.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), accumulate=2, fused=fused)
+    step(torch.randn(3, 4), torch.randn(3, 2))
+    with torch.no_grad():
+        assert step.flush()
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()

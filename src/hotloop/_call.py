@@ -33,6 +33,9 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     if not moved and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call, attr-defined]
         return _traceable(run, live, args, kwargs)
     if live.recovery is not None:
+        if transform_level() is not None:  # torch.func bears less than a plain call, and nothing can be put back inside it
+            args, kwargs = move_call(args, kwargs, live.parts.device)
+            return run(*args, **kwargs)
         return live.recovery.attempt(live, partial(_call, run, live, args, kwargs, moved))
     return _call(run, live, args, kwargs, moved)
 
@@ -95,13 +98,13 @@ def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str
 
 def _has_swapped_parameters(module: nn.Module) -> bool:
     """Whether `torch.func` has put its own tensors in the parameters' places: they are inputs as well."""
-    if _transform_level() is not None:
+    if transform_level() is not None:
         return True
     first = _first_parameter(module)  # a look at all of them would cost as much as a small model's call
     return first is not None and not isinstance(first, nn.Parameter)
 
 
-_transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
 
 
 def _first_parameter(module: nn.Module) -> Tensor | None:

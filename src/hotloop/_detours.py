@@ -8,6 +8,7 @@ like it: a hook cannot replace a computation, and hooks or a `forward` set on th
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -19,6 +20,11 @@ _SLOT = "_compiled_call_impl"
 _lock = threading.Lock()
 
 
+def _is_traced() -> bool:
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
+
+
 class Detour:
     """What is called in place of a module; `run` is the call as it was.
 
@@ -26,8 +32,8 @@ class Detour:
     `close_detour` removes it.
     """
 
-    # `jit.script` leaves out a function that it cannot compile, and gives up on any other object.
-    __class__ = property(lambda _: types.FunctionType)
+    # `jit.script` leaves out a function that it cannot compile, and gives up on any other object. Dynamo looks into a function.
+    __class__ = property(lambda self: type(self) if _is_traced() else types.FunctionType)
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

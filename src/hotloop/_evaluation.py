@@ -16,7 +16,7 @@ from hotloop._device import accelerator
 from hotloop._folding import Folding
 from hotloop._model_calls import ModelCall, Region, asked
 from hotloop._modes import Modes, plain, submodules
-from hotloop._parts import live_of
+from hotloop._parts import live_of, lives_within
 from hotloop._plan import Decision, Plan
 from hotloop._stepping import watch_all
 
@@ -165,8 +165,9 @@ def _folded(models: Sequence[nn.Module], everything: Sequence[nn.Module], wish: 
 
 
 def _is_exact(model: nn.Module) -> bool:
+    """Whether it, or a wrapped model that it is made of (an average of one, a head around one), was wrapped with exact=True."""
     live = live_of(model)
-    return live is not None and live.exact
+    return any(inner.exact for inner in ([live] if live is not None else lives_within(model)))
 
 
 def device_of(model: nn.Module) -> torch.device | None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hotloop._call import call, finished, in_evaluation
+from hotloop._call import call, finished, in_evaluation, transform_level
 from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
 from hotloop._facts import Facts, machine, traits
 from hotloop._folding import NORMS
-from hotloop._parts import Live, Parts
+from hotloop._parts import Live, Parts, lives_within
 from hotloop._plan import Plan
 from hotloop._recovery import Recovery
 from hotloop._traces import OF_EVERY_MODULE, Proven
@@ -74,7 +74,7 @@ class ModelCall(Detour):
         self._seen: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if in_call():
+        if in_call() or transform_level() is not None:  # what torch.func transforms can do less than a plain call
             return self.run(*args, **kwargs)
         if self._region is not None and not torch.compiler.is_compiling() and not in_evaluation.get() and asked.get() is None:
             before = asked.set(self._region)
@@ -83,7 +83,7 @@ class ModelCall(Detour):
                     return self(*args, **kwargs)
             finally:
                 asked.reset(before)
-        if self._laid_out is not None and self._laid_out.takes(args, kwargs):
+        if self._laid_out is not None and not torch.compiler.is_compiling() and self._laid_out.takes(args, kwargs):
             return self._laid_out.call(self._settled, args, kwargs)
         light = self._light
         if (
@@ -157,8 +157,10 @@ class _LaidOut:
         if self._proven:
             return self._recovery.attempt(self._live, attempt)
         with self._first:  # of several threads, one finds out for all
+            before = list(_attributes(self._parts))
             result = self._recovery.attempt(self._live, attempt)
-            if kept := [tensor for tensor in _attributes(self._parts) if tensor.dim() == 4 and not tensor.is_contiguous()]:
+            known = {id(tensor) for tensor in before}
+            if kept := [t for t in _attributes(self._parts) if id(t) not in known and t.dim() == 4 and not t.is_contiguous()]:
                 self._leave(kept)
             # Cells are dictionaries of the modules, which may hold the model: it would never be freed.
             self._layout.proven.update({mode: found for mode, found in self._recovery.proven.items() if not found.cells})
@@ -175,9 +177,9 @@ class _LaidOut:
 
 def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None) -> _LaidOut | None:
     """The calls of a plain model in channels_last, where `optimize` would choose it as well."""
-    if not any(isinstance(part, nn.Conv2d | nn.ConvTranspose2d) for part in parts):
-        return None
     module, device = live.parts.model, live.parts.device
+    if not any(isinstance(part, nn.Conv2d | nn.ConvTranspose2d) for part in parts) or any(lives_within(module)):
+        return None  # nothing to lay out, or wrapped models inside, which do it where they should
     buffers = (id(buffer) for part in parts for buffer in part._buffers.values())
     decided_for = (device, dtype, *map(id, parts), *buffers)
     layout = _layouts.get(module)
@@ -190,8 +192,9 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
 
 
 def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """The tensors that modules hold besides their parameters and buffers, alone or among the first items of a container."""
+    """The tensors that modules hold besides their parameters, alone or among the first items of a container."""
     for part in parts:
+        yield from (buffer for buffer in part._buffers.values() if buffer is not None)
         for name, value in vars(part).items():
             if name not in OF_EVERY_MODULE:
                 items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)

@@ -47,11 +47,12 @@ def issue(optimizer: Optimizer) -> None:
         ):
             run = step.__wrapped__
             if getattr(run, "__code__", None) is _WITHOUT_GRADIENTS and not optimizer.defaults["differentiable"]:
+                enabled = torch.is_grad_enabled()
                 torch.set_grad_enabled(False)
                 try:
                     run.__wrapped__(optimizer)
                 finally:
-                    torch.set_grad_enabled(True)
+                    torch.set_grad_enabled(enabled)
             else:
                 run(optimizer)
             if _watchers:

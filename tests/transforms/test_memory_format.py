@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim import SGD, Adam
 from hotloop import optimize
 from hotloop._facts import Facts, machine, traits
 from hotloop.transforms import memory_format
+from observing import in_threads
 
 CE = nn.CrossEntropyLoss()
 
@@ -345,3 +347,33 @@ def test_few_pixels_are_not_worth_the_layout_of_many_weights(wish, few, many):
         wrapped(torch.randn(batch, 3, 8, 8))
     assert 192 < sum(p.numel() for p in model.parameters()) // 128 < 4 * 192
     assert seen == [few, many]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_a_forward_changes_in_its_input_the_caller_sees(threads):
+    class Normalising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Conv2d(3, 16, 3, padding=1), *[nn.Conv2d(16, 16, 1) for _ in range(6)], nn.Conv2d(16, 3, 1)
+            )
+
+        def forward(self, x):
+            x.sub_(0.5).div_(0.25)
+            assert in_format(x)
+            return self.body(x)
+
+    model = optimize(Normalising(), precision="fp32", channels_last="auto", device="cpu").eval()
+    seen = []
+
+    def call(seed):
+        x = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+        given = x.clone()
+        model(x)
+        seen.append(torch.equal(x, given.sub_(0.5).div_(0.25)) and x.is_contiguous())
+
+    if threads:
+        in_threads([partial(call, seed) for seed in range(4)])
+    else:
+        call(0)
+    assert all(seen)

@@ -11,6 +11,9 @@ Random numbers for a tensor are drawn in the order of its memory: a dropout on m
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,8 +122,15 @@ def _but(facts: Facts) -> str:
 def _decision(why: str, facts: Facts, *, weights: bool) -> Decision:
     fewest = 0 if weights else least(facts)
 
+    copies = _Copies()
+
     def laid_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return map_leaves(lambda tensor: tensor if tensor.numel() < fewest else _laid_out(tensor), (args, kwargs))
+        copies.of_this_call = []
+        return map_leaves(lambda tensor: tensor if tensor.numel() < fewest else copies.noted(tensor), (args, kwargs))
+
+    def contiguous(output: Any) -> Any:
+        copies.write_back()
+        return _contiguous(output)
 
     before: dict[nn.Module, list[tuple[Tensor, tuple[int, ...]]]] = {}
     handles: list[Any] = []
@@ -132,7 +142,7 @@ def _decision(why: str, facts: Facts, *, weights: bool) -> Decision:
                 fit_state(optimizer)
                 if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may lack torch's hooks
                     handles.append(optimizer.register_load_state_dict_post_hook(fit_state))
-        return replace(parts, on_inputs=(*parts.on_inputs, laid_out), on_outputs=(*parts.on_outputs, _contiguous))
+        return replace(parts, on_inputs=(*parts.on_inputs, laid_out), on_outputs=(*parts.on_outputs, contiguous))
 
     def revert(parts: Parts) -> Parts:
         for tensor, stride in before.pop(parts.model, []):
@@ -144,10 +154,32 @@ def _decision(why: str, facts: Facts, *, weights: bool) -> Decision:
         return replace(
             parts,
             on_inputs=tuple(f for f in parts.on_inputs if f is not laid_out),
-            on_outputs=tuple(f for f in parts.on_outputs if f is not _contiguous),
+            on_outputs=tuple(f for f in parts.on_outputs if f is not contiguous),
         )
 
     return Decision(NAME, "on", why, apply, revert)
+
+
+class _Copies(threading.local):
+    """The images that a call was given and what the model got in their place, in this thread.
+
+    A forward may change its input in place, and the caller go on with that.
+    """
+
+    of_this_call: Sequence[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]] = ()
+
+    def noted(self, given: Tensor) -> Tensor:
+        made = _laid_out(given)
+        if made is not given and not made.is_inference():  # such tensors count no changes
+            self.of_this_call = [*self.of_this_call, (weakref.ref(given), weakref.ref(made), made._version)]
+        return made
+
+    def write_back(self) -> None:
+        for given, made, version in self.of_this_call:
+            one, other = given(), made()
+            if one is not None and other is not None and other._version != version:
+                one.copy_(other)
+        self.of_this_call = ()
 
 
 def _convert(module: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:
