@@ -74,6 +74,20 @@ def test_lstm(layer, has):
     assert traits([nn.Sequential(layer)]).lstm is has
 
 
+@pytest.mark.parametrize(("layer", "trait", "has"), [
+    (nn.RNN(2, 2), "recurrent", True), (nn.GRU(2, 2), "recurrent", True), (nn.RNNCell(2, 2), "recurrent", True),
+    (nn.GRUCell(2, 2), "recurrent", True), (nn.LSTM(2, 2), "recurrent", False), (nn.LSTMCell(2, 2), "lstm_cells", True),
+    (nn.LSTM(2, 2), "lstm_cells", False),
+    (nn.Conv2d(8, 8, 3, groups=8), "depthwise", True), (nn.Conv1d(8, 16, 3, groups=8), "depthwise", True),
+    (nn.Conv2d(8, 8, 3, groups=4), "depthwise", False), (nn.Conv2d(1, 8, 3), "depthwise", False),
+    (nn.LazyConv2d(8, 3), "depthwise", False),
+    (nn.Embedding(9, 128), "ids", "token"), (nn.Embedding(9, 8), "ids", "column"), (nn.EmbeddingBag(9, 128), "ids", "column"),
+    (nn.ModuleList([nn.Embedding(9, 128), nn.EmbeddingBag(9, 128)]), "ids", "column"), (nn.Linear(2, 2), "ids", ""),
+])  # fmt: skip
+def test_what_decides_about_16_bits(layer, trait, has):
+    assert getattr(traits([nn.Sequential(layer)]), trait) == has
+
+
 def test_devices_and_dtypes_include_every_model():
     one, two = nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta", dtype=torch.float64)
     found = traits([one, two])

@@ -28,6 +28,8 @@ _CONVOLUTIONS = {
 NARROW = 16  # so many float32 channels fill a register of AVX-512, which is what convolution kernels work in
 
 MANY_ROWS = 512  # in a call: tokens, patches, or samples of features
+SOME_ROWS = 32  # from here on 16-bit units save more on wide layers than casting their weights costs
+LSTM_ROWS = 16  # in a time step of an LSTM; as cells it needs SOME_ROWS
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Traits:
     channels_last: bool  # 4-D parameters are in this memory format already
     five_dimensional: bool  # some parameter has five dimensions
     lstm: bool
+    lstm_cells: bool
+    recurrent: bool  # RNN or GRU, layers or cells
+    depthwise: bool  # a convolution that takes each channel by itself
+    ids: str  # what an integer of the input stands for: "token", "column" of a sample, or nothing known
     dropout_on_maps: bool  # an element-wise dropout may sit on feature maps
     parameters: int
     given: str  # what the user has put them under for several processes
@@ -133,6 +139,10 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         five_dimensional=any(p.dim() == 5 for p in known),
         convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
+        lstm_cells=any(isinstance(part, nn.LSTMCell) for part in parts),
+        recurrent=any(isinstance(part, nn.RNN | nn.GRU | nn.RNNCell | nn.GRUCell) for part in parts),
+        depthwise=any(isinstance(part, nn.modules.conv._ConvNd) and 1 < part.groups == part.in_channels for part in parts),
+        ids=_ids(parts),
         dropout_on_maps=any(map(_drops_in_maps, modules)),
         parameters=total,
         given=given(modules),
@@ -187,13 +197,22 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
 
 
 def _is_wide(parameter: torch.Tensor, features: int) -> bool:
-    # Measured on AVX512-BF16: linear layers gain at any batch size from 512 features on (of 256, a batch of 32 takes 1.1 times as
+    # Measured on AVX512-BF16: linear layers gain from 512 features and SOME_ROWS on (of 256, a batch of 32 takes 1.1 times as
     # long), convolutions, which use each weight many times, from 32 channels on; below that the casts cost more than they save.
-    # With many rows linear layers of 128 features take a quarter of the time.
+    # With MANY_ROWS linear layers of 128 features take a quarter of the time.
     if parameter.dim() < 2:
         return False
     narrow = min(parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1))
     return narrow >= (features if parameter.dim() == 2 else 32)
+
+
+def _ids(parts: Sequence[nn.Module]) -> str:
+    """Tokens go through the linear layers one by one; columns are joined or summed to a sample, as bags and small tables say."""
+    tables = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    if not tables:
+        return ""
+    tokens = all(isinstance(part, nn.Embedding) for part in tables) and max(part.embedding_dim for part in tables) >= 128
+    return "token" if tokens else "column"
 
 
 def _patch(images: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[int, int] | None:

@@ -22,33 +22,46 @@ _OFF: AbstractContextManager[Any] = nullcontext()
 class Autocast:
     """Opens an autocast region of one dtype for a call, given its arguments; with no dtype it opens nothing.
 
-    With `least_rows`, for narrow layers, it opens one only for a call with so many rows: 16-bit units gain nothing on fewer.
-    `patch` is the height and width of the patches that make up the rows where the model cuts images into such.
+    With `least_rows` it opens one only for a call with so many rows: 16-bit units gain nothing on fewer. What the rows are:
+    `patch` is the height and width of the patches where the model cuts images into such; `ids` says what an integer stands for, a
+    "token" or a "column" of a sample; `steps` is set where an LSTM sees the batch at one time; `flat` where more dimensions than
+    a sequence has are flattened or gone through, not convolved.
     """
 
     device_type: str = "cpu"
     dtype: torch.dtype | None = None
     least_rows: int = 0
     patch: tuple[int, int] | None = None
+    ids: str = ""
+    steps: bool = False
+    flat: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        if self.dtype is None or (self.least_rows and rows(args, kwargs, self.patch) < self.least_rows):
+        if self.dtype is None or (self.least_rows and rows(self, args, kwargs) < self.least_rows):
             return _OFF
         # `jit.trace` cannot hold the casts that the weight cache makes.
         cached = torch.compiler.is_compiling() or not torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
         return torch.autocast(self.device_type, self.dtype, cache_enabled=cached)
 
 
-def rows(args: tuple[Any, ...], kwargs: dict[str, Any], patch: tuple[int, int] | None) -> int:
-    """How many rows a linear layer at the start of a model sees: tokens, patches, or samples of features; 0 where not known."""
+def rows(how: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many rows a linear layer sees at once, or fewer: tokens, patches, samples of features; 0 where not known."""
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if first is None or first.is_nested:
         return 0
-    if not first.is_floating_point():
-        return first.numel()
-    if first.dim() == 4 and patch is not None:
-        return first.shape[0] * (first.shape[2] // patch[0]) * (first.shape[3] // patch[1])
-    return math.prod(first.shape[:-1]) if first.dim() in (2, 3) else 0
+    shape, count, ids = first.shape, first.dim(), not first.is_floating_point()
+    if ids and first.dtype not in (torch.int64, torch.int32):
+        return 0  # an image, a mask
+    if how.steps:  # the batch is the first dimension or the second
+        return min(shape[0], shape[1]) if count == (2 if ids else 3) else 0
+    if ids:  # where one dimension holds several bags, the rows are elsewhere
+        return first.numel() if how.ids == "token" else shape[0] if how.ids and count == 2 else 0
+    if how.patch is not None and count in (3, 4):
+        patches = (shape[-2] // how.patch[0]) * (shape[-1] // how.patch[1])
+        return patches if count == 3 else shape[0] * patches
+    if count in (2, 3):
+        return math.prod(shape[:-1])
+    return shape[0] if how.flat and count > 3 else 0
 
 
 class NoFlags:

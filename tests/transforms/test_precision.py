@@ -15,8 +15,8 @@ from hotloop._facts import Facts, Machine, traits
 from hotloop.transforms import precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-WIDTH = 600
-X, Y = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH), torch.tensor([0, 1, 1])
+WIDTH, ROWS = 600, 32
+X, Y = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH), torch.arange(ROWS) % 2
 
 
 def machine(*, bf16=False, units=""):
@@ -49,7 +49,16 @@ def amx(monkeypatch):
     ({"device": CUDA, "bf16": True, "exact": True}, "fp32", "exact=True"),
     ({"device": torch.device("mps")}, "fp32", "mps.*precision='bf16' asks"),
     ({}, "fp32", "no 16-bit units"),
-    ({"units": "AMX"}, "bf16", "AMX units.*4e-3"),
+    ({"units": "AMX"}, "bf16", "AMX units.*at least 32 tokens, patches or samples.*4e-3"),
+    ({"units": "AMX", "model": nn.Conv2d(32, 32, 3)}, "bf16", "AMX units.*all calls.*4e-3"),
+    ({"units": "AMX", "model": nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 1))}, "fp32", "depthwise.*AMX"),
+    ({"units": "AMX", "model": nn.RNN(512, 512)}, "fp32", "RNN or a GRU.*AMX"),
+    ({"units": "AMX", "model": nn.GRU(128, 128)}, "fp32", "RNN or a GRU.*AMX"),
+    ({"units": "AMX", "model": nn.Sequential(nn.GRUCell(128, 128), nn.Linear(512, 512))}, "fp32", "RNN or a GRU"),
+    ({"units": "AMX", "model": nn.LSTM(128, 128)}, "bf16", "AMX units.*at least 16 sequences"),
+    ({"units": "AMX", "model": nn.LSTM(512, 512)}, "bf16", "AMX units.*at least 16 sequences"),
+    ({"units": "AMX", "model": nn.LSTMCell(128, 128)}, "bf16", "AMX units.*at least 32 sequences"),
+    ({"device": CUDA, "bf16": True, "model": nn.GRU(128, 128)}, "bf16", "native bfloat16"),
     ({"units": "AVX512-BF16"}, "bf16", "AVX512-BF16 units"),
     ({"units": "AMX", "exact": True}, "fp32", "exact=True"),
     ({"units": "AMX", "model": nn.Linear(8, 8)}, "fp32", "too small"),
@@ -98,7 +107,7 @@ def test_an_lstm_in_16_bits_where_there_are_units():
     assert choice(nn.LSTM(2, 2), units="AMX", wish="bf16")[0] == "bf16"
 
 
-# --- narrow layers: only with many rows ---------------------------------------------------------------------------------
+# --- linear layers: only with enough rows -------------------------------------------------------------------------------
 
 
 class Narrow(nn.Module):
@@ -157,11 +166,76 @@ class Patches(nn.Module):
 
 
 @pytest.mark.usefixtures("amx")
-def test_patches_of_images_are_rows():
-    model = optimize(Patches(), device="cpu").eval()
-    for images, expected in [((32, 3, 32, 39), torch.bfloat16), ((31, 3, 32, 39), torch.float32)]:
-        model(torch.ones(*images))
-        assert model.seen == expected
+@pytest.mark.parametrize(("images", "expected"), [
+    ((32, 3, 32, 39), torch.bfloat16), ((31, 3, 32, 39), torch.float32),
+    ((3, 256, 128), torch.bfloat16), ((3, 248, 128), torch.float32),
+], ids=str)  # fmt: skip
+def test_patches_of_images_are_rows(images, expected):
+    """Those of an image without a batch too."""
+
+    class Cuts(Patches):
+        def forward(self, x):
+            return super().forward(x if x.dim() == 4 else x[None])
+
+    model = optimize(Cuts(), device="cpu").eval()
+    model(torch.ones(*images))
+    assert model.seen == expected
+
+
+class Sees(nn.Module):
+    """Has these layers, and keeps the dtype that a linear layer gives in a call."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers, self.probe = nn.ModuleList(layers), nn.Linear(1, 1)
+
+    def forward(self, x):
+        self.seen = self.probe(torch.ones(1, 1)).dtype
+        return x
+
+
+def wide():
+    return nn.Linear(512, 512)
+
+
+def narrow():
+    return nn.Linear(128, 128)
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("layers", "enough", "too_few"), [
+    pytest.param([wide], torch.zeros(32, 512), torch.zeros(31, 512), id="wide"),
+    pytest.param([wide], torch.zeros(2, 16, 512), torch.zeros(1, 16, 512), id="wide, sequences"),
+    pytest.param([wide], torch.zeros(32, 1, 16, 32), torch.zeros(31, 1, 16, 32), id="wide, images made flat"),
+    pytest.param([wide], torch.zeros(32, 512), torch.zeros(512), id="wide, one sample"),
+    pytest.param([wide], torch.zeros(32, 512), torch.zeros(32, 1, 28, 28, dtype=torch.uint8), id="images of bytes"),
+    pytest.param([wide], torch.zeros(32, 512), torch.zeros(64, 512, dtype=torch.bool), id="a mask"),
+    pytest.param([wide], torch.zeros(32, 512), torch.zeros(64, 512, dtype=torch.long), id="integers without a table"),
+    pytest.param([lambda: nn.Conv2d(32, 512, 3)], torch.zeros(1, 32, 8, 8), None, id="convolutions"),
+    pytest.param([lambda: nn.Conv2d(3, 8, 3), narrow], torch.zeros(512, 128), torch.zeros(512, 3, 8, 8), id="few convolutions"),
+    pytest.param([narrow, lambda: nn.Embedding(9, 128)], torch.zeros(8, 64, dtype=torch.int), torch.zeros(8, 63, dtype=torch.int),
+                 id="tokens"),
+    pytest.param([narrow, lambda: nn.Embedding(9, 8)], torch.zeros(512, 9, dtype=torch.int), torch.zeros(511, 9, dtype=torch.int),
+                 id="columns"),
+    pytest.param([narrow, lambda: nn.EmbeddingBag(9, 128)], torch.zeros(512, 9, dtype=torch.long),
+                 torch.zeros(511, 9, dtype=torch.long), id="bags"),
+    pytest.param([narrow, lambda: nn.EmbeddingBag(9, 128)], torch.zeros(512, 1, dtype=torch.long),
+                 torch.zeros(900, dtype=torch.long), id="bags with offsets"),
+    pytest.param([lambda: nn.LSTM(128, 128)], torch.zeros(16, 600, 128), torch.zeros(15, 600, 128), id="LSTM, batch first"),
+    pytest.param([lambda: nn.LSTM(128, 128)], torch.zeros(600, 16, 128), torch.zeros(600, 1, 128), id="LSTM, time first"),
+    pytest.param([lambda: nn.LSTM(512, 512)], torch.zeros(24, 32, 512), torch.zeros(600, 512), id="LSTM, one sequence"),
+    pytest.param([lambda: nn.LSTM(128, 128), lambda: nn.Embedding(9, 128)], torch.zeros(16, 50, dtype=torch.long),
+                 torch.zeros(8, 500, dtype=torch.long), id="LSTM, tokens"),
+    pytest.param([lambda: nn.LSTMCell(128, 128)], torch.zeros(32, 50, 128), torch.zeros(31, 50, 128), id="LSTM cells"),
+])  # fmt: skip
+def test_a_call_runs_in_16_bits_when_its_layers_see_enough_rows(layers, enough, too_few, training):
+    model = optimize(Sees(*(make() for make in layers)), device="cpu", cudnn_benchmark=False).train(training)
+    model(enough)
+    assert model.seen == torch.bfloat16
+    if too_few is not None:
+        model(too_few)
+        assert model.seen == torch.float32
 
 
 @pytest.mark.usefixtures("amx")
@@ -251,9 +325,9 @@ def masked(h):
 
 FAILURES = {
     "index_add_": lambda h: torch.zeros(2, WIDTH).index_add_(0, Y, h),
-    "scatter_add": lambda h: torch.zeros(3, WIDTH).scatter_add(0, Y[:, None].expand(3, WIDTH), h),
+    "scatter_add": lambda h: torch.zeros(3, WIDTH).scatter_add(0, Y[:, None].expand(ROWS, WIDTH), h),
     "masked assignment": masked,
-    "lerp": lambda h: torch.zeros(3, WIDTH).lerp(h, 0.5),
+    "lerp": lambda h: torch.zeros(ROWS, WIDTH).lerp(h, 0.5),
     "numpy": lambda h: h + torch.from_numpy(h.detach().numpy()),
 }
 
@@ -341,7 +415,7 @@ def test_a_batch_of_the_wrong_shape_does_not_cost_the_precision(amx):
     model, step = training(raw)
     model(X)
     with pytest.raises(RuntimeError, match="shapes"):
-        step(torch.zeros(3, 7), Y)
+        step(torch.zeros(ROWS, 7), Y)
     step(X, Y)
     assert step.plan["precision"].choice == "bf16"
 
@@ -366,7 +440,7 @@ def test_lazy_modules_under_an_automatic_choice(amx):
     raw = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
     model = optimize(raw)
     assert model._self_live.parts.autocast.dtype == torch.bfloat16
-    assert model(X).shape == (3, 2)
+    assert model(X).shape == (ROWS, 2)
 
 
 def test_checkpointing_under_an_automatic_choice(amx):

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from hotloop._facts import MANY_ROWS, Facts
-from hotloop._parts import Parts
+from hotloop._facts import LSTM_ROWS, MANY_ROWS, SOME_ROWS, Facts
+from hotloop._parts import Autocast, Parts
 from hotloop._plan import Decision
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -69,12 +69,20 @@ def _automatic(facts: Facts) -> Decision:
             facts, "fp32", "this CPU has no 16-bit units (bfloat16 trained a ResNet 12 times slower on such a CPU)"
         )
     units = f"the {machine.cpu_16bit} units of this CPU"
-    if traits.wide >= 0.5:
-        return _decision(facts, "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)")
-    if traits.fairly_wide < 0.5:
+    if traits.depthwise:
+        return _decision(facts, "fp32", f"the model has depthwise convolutions, which {units} slow down")
+    if traits.recurrent:
+        return _decision(facts, "fp32", f"the model has an RNN or a GRU, which {units} slow down")
+    if max(traits.wide, traits.fairly_wide) < 0.5:
         return _decision(facts, "fp32", f"the layers are too small for {units} to pay")
-    why = f"{units}, for calls with at least {MANY_ROWS} tokens, patches or samples of features; rounds to 8 bits (relative error 4e-3)"
-    return _decision(facts, "bf16", why, least_rows=MANY_ROWS)
+    if traits.wide >= 0.5 and traits.convolutions:
+        return _decision(facts, "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)")
+    least = SOME_ROWS if traits.wide >= 0.5 or traits.lstm_cells else MANY_ROWS
+    if traits.lstm and not traits.lstm_cells:
+        least = LSTM_ROWS
+    rows = "sequences" if traits.lstm else "tokens, patches or samples of features"
+    why = f"{units}, for calls with at least {least} {rows}; rounds to 8 bits (relative error 4e-3)"
+    return _decision(facts, "bf16", why, least_rows=least)
 
 
 def _checked(facts: Facts, choice: str, why: str) -> Decision:
@@ -107,8 +115,9 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
 
 def _decision(facts: Facts, choice: str, why: str, *, least_rows: int = 0) -> Decision:
     def apply(parts: Parts) -> Parts:
-        chosen = replace(parts.autocast, dtype=_DTYPES.get(choice), least_rows=least_rows, patch=facts.traits.patch)
-        parts = replace(parts, autocast=chosen)
+        traits = facts.traits
+        chosen = replace(parts.autocast, dtype=_DTYPES.get(choice), least_rows=least_rows, patch=traits.patch, ids=traits.ids)
+        parts = replace(parts, autocast=replace(chosen, steps=traits.lstm, flat=not traits.convolutions))
         if facts.scaler is not None:
             return replace(parts, scaler=facts.scaler)
         if choice != "fp16" or not parts.optimizers:
@@ -117,6 +126,6 @@ def _decision(facts: Facts, choice: str, why: str, *, least_rows: int = 0) -> De
 
     def revert(parts: Parts) -> Parts:
         disabled = torch.amp.GradScaler(parts.device.type, enabled=False)
-        return replace(parts, autocast=replace(parts.autocast, dtype=None, least_rows=0), scaler=disabled)
+        return replace(parts, autocast=Autocast(parts.autocast.device_type), scaler=disabled)
 
     return Decision("precision", choice, why, apply, revert)
