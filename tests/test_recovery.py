@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
 from hotloop._recovery import Recovery
 from hotloop.transforms import precision as decisions
-from observing import Uncast
+from observing import Uncast, in_threads
 from parity.twins import differences, plain_loop, snapshot
 
 WIDE = 512  # layers from here on are worth 16-bit units
@@ -33,9 +34,10 @@ optimize = partial(hotloop.optimize, device="cpu")
 
 @pytest.fixture(autouse=True)
 def sixteen_bit_units(monkeypatch):
-    """A CPU for which bfloat16 is the automatic choice."""
+    """A CPU for which bfloat16 is the automatic choice, in every call."""
     found = replace(machine(), cpu_16bit="AMX", accelerator=None)
     monkeypatch.setattr("hotloop._optimize.machine", lambda: found)
+    monkeypatch.setattr(decisions, "SOME_ROWS", 0)
 
 
 def index_add(h, x):
@@ -474,6 +476,31 @@ def test_a_run_that_has_taken_a_choice_back_resumes(kind, monkeypatch):
         step(x, y)
         again(x, y)
     assert differences(whole.state_dict(), resumed.state_dict()) == []
+
+
+def test_threads_that_fail_at_once_all_go_on_without_the_choice():
+    class Meets(nn.Module):
+        """Cannot run in 16 bits, and fails only once all threads are there."""
+
+        def __init__(self, count):
+            super().__init__()
+            self.layer, self.together = nn.Linear(4, WIDE), threading.Barrier(count)
+            self.wide = nn.Linear(WIDE, WIDE)
+
+        def forward(self, x):
+            h = self.wide(self.layer(x))
+            if h.dtype == torch.bfloat16:
+                self.together.wait(timeout=30)
+            return index_add(h, torch.zeros(len(x), WIDE))
+
+    model = optimize(Meets(4)).eval()
+    x = torch.randn(5, 4)
+    outputs = []
+    in_threads([lambda: outputs.append(model(x))] * 4)
+    expected = model(x)
+    assert len(outputs) == 4
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert model._self_live.plan["precision"].choice == "fp32"
 
 
 def test_the_users_own_scaler_is_not_taken_back():

@@ -58,15 +58,16 @@ class Exchange:
         self._build(init_sync=True)  # weights and buffers become those of rank 0
 
     def _build(self, *, init_sync: bool) -> None:
-        """DDP over everything that is trained now."""
-        self._groups = self._grouped()
+        """DDP over everything that is trained now. It refuses where nothing is: then all stays as it was."""
+        groups = self._grouped()
         own = {id(p) for module in self._modules for p in module.parameters()}
-        others = [p for p in self._groups if id(p) not in own]
+        others = [p for p in groups if id(p) not in own]
+        self._ddp = DistributedDataParallel(_Carrier(self._modules, others), init_sync=init_sync)
+        self._groups = groups
         self._everything = [*(p for module in self._modules for p in module.parameters()), *others]
         self._pattern = [p.requires_grad for p in self._everything]
         self.parameters = list({id(p): p for p in self._everything if p.requires_grad}.values())
-        self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._ddp = DistributedDataParallel(_Carrier(self._modules, others), init_sync=init_sync)
+        self._device = self.parameters[0].device
         self._has_buffers = any(True for module in self._modules for _ in module.buffers())
         self._share_buffers()
         self._armed = False

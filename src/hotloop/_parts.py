@@ -79,7 +79,7 @@ class NoFlags:
 
 NO_FLAGS = NoFlags()
 # The backward pass that runs in this thread, -1 if none does. There is no public question for it.
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+backward_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 OnInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -145,7 +145,7 @@ class Live:
 
     def is_stepping(self) -> bool:
         """Whether a call made now is part of a step: in its thread, or in one of autograd's, which recomputes a checkpoint."""
-        return self.in_step != 0 and (self.in_step == get_ident() or _graph_task() != -1)
+        return self.in_step != 0 and (self.in_step == get_ident() or backward_task() != -1)
 
     def copy(self, model: nn.Module) -> Live:
         """For a copy of the model: the same settings, its own module, outside of any step and of DDP."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
-from hotloop._parts import Live
+from hotloop._parts import Live, backward_task
 from hotloop._plan import Decision, revert
 from hotloop._traces import Proven, Snapshot
 
@@ -36,7 +37,8 @@ class Recovery:
     ) -> None:
         self._lives = lives
         self._choices = choices  # with what holds in its place
-        self._running = False
+        self._running: set[int] = set()  # threads
+        self._taking_back = threading.RLock()
         self.proven = dict(proven or {})  # by the place of a model and its mode, once that has run
 
     def copy(self, live: Live) -> Recovery:
@@ -45,12 +47,14 @@ class Recovery:
 
     def attempt(self, live: Live, run: Callable[[], T]) -> T:
         """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
-        if self._running:  # a call inside a step is repeated with the whole step
+        # A call inside a step, or one that a backward makes again, is repeated with the whole step.
+        if (thread := threading.get_ident()) in self._running or backward_task() != -1:
             return run()
+        choices = self._choices
         mode = (self._lives.index(live), live.parts.model.training)
         proven = self.proven.get(mode)
         saved = Snapshot(live, proven)
-        self._running = True
+        self._running.add(thread)
         try:
             result = run()
             if proven is None:
@@ -59,15 +63,21 @@ class Recovery:
         except torch.OutOfMemoryError:
             raise
         except _TELLING as error:
-            return self._without(run, saved, error)
+            with self._taking_back:
+                # Where another thread has taken one back meanwhile: first with what is left.
+                tries: list[list[tuple[Decision, str]]] = [] if self._choices is choices else [[]]
+                alone = [[choice] for choice in self._choices]
+                tries += [*alone, self._choices] if len(alone) > 1 else alone
+                return self._without(tries, run, saved, error)
         finally:
-            self._running = False
+            self._running.discard(thread)
 
-    def _without(self, run: Callable[[], T], saved: Snapshot, first: Exception) -> T:
+    def _without(
+        self, tries: Sequence[list[tuple[Decision, str]]], run: Callable[[], T], saved: Snapshot, first: Exception
+    ) -> T:
         error = first
         saved.failed()
-        alone = [[choice] for choice in self._choices]
-        for dropped in [*alone, self._choices] if len(alone) > 1 else alone:
+        for dropped in tries:
             saved.restore()
             before = [live.parts for live in self._lives]
             for live in self._lives:

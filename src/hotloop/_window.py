@@ -113,7 +113,10 @@ class Window:
     def _vanished(self) -> bool:
         if any(p.grad is None for p, _, _ in self._watched):
             return True
-        # `zero_grad(set_to_none=False)` writes to all of them; only gradients that somebody has written to are worth a read.
+        # `zero_grad(set_to_none=False)` writes to all of them; only gradients that somebody has written to are worth a read, and
+        # none that a device would have to be waited for.
+        if any(p.device.type != "cpu" for p, _, _ in self._watched):
+            return False
         written = all(p.grad is not None and p.grad._version != version for p, version, _ in self._watched)
         return bool(self._watched) and written and not any(p.grad is not None and p.grad.any() for p, _, _ in self._watched)
 

@@ -50,7 +50,7 @@ def amx(monkeypatch):
     ({"device": torch.device("mps")}, "fp32", "mps.*precision='bf16' asks"),
     ({}, "fp32", "no 16-bit units"),
     ({"units": "AMX"}, "bf16", "AMX units.*at least 32 tokens, patches or samples.*4e-3"),
-    ({"units": "AMX", "model": nn.Conv2d(32, 32, 3)}, "bf16", "AMX units.*all calls.*4e-3"),
+    ({"units": "AMX", "model": nn.Conv2d(32, 32, 3)}, "bf16", "AMX units of this CPU; rounds.*4e-3"),
     ({"units": "AMX", "model": nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 1))}, "fp32", "depthwise.*AMX"),
     ({"units": "AMX", "model": nn.RNN(512, 512)}, "fp32", "RNN or a GRU.*AMX"),
     ({"units": "AMX", "model": nn.GRU(128, 128)}, "fp32", "RNN or a GRU.*AMX"),
