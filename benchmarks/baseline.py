@@ -87,7 +87,7 @@ def agreement(training: dict[str, Any]) -> dict[str, dict[str, float]]:
 def _rounds(runs: dict[str, Callable[[], object]]) -> int:
     """As many as fit into the time for a table, by a first look."""
     first = interleave(runs, rounds=2, warmup=1)
-    return min(60, max(7, int(SECONDS / sum(min(times) for times in first.values()))))
+    return min(60, max(5, int(SECONDS / sum(min(times) for times in first.values()))))
 
 
 def _assert_same(workload: Workload, found: dict[str, float]) -> None:

@@ -251,6 +251,20 @@ def test_named_scalars_of_a_loss_of_the_users_own():
     assert dict(metrics) == {"loss": loss.item(), "accuracy": 0.5, "entropy": loss.item() * 2, "n": 3}
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400)], ids=["large", "negative"])
+@pytest.mark.parametrize("way", ["own", "metrics"])
+def test_a_metric_that_no_float_can_hold_is_refused(number, way):
+    model, step = made(F.cross_entropy, metrics={"n": lambda *_: number} if way == "metrics" else None)
+    x, y = batch()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"step\(.*: the metric 'n' is an integer that no float can hold; .*logarithm"):
+        step(F.cross_entropy(model(x), y), n=number) if way == "own" else step(x, y)
+    assert differences(before, snapshot(model)) == []
+    assert step.updates == 0
+    step(F.cross_entropy(model(x), y), n=10**300)
+    assert step.mean()["n"] == 1e300
+
+
 def test_metrics_functions():
     """Called on the detached output, without a graph; one of them may return several."""
     x, y = batch()

@@ -235,6 +235,22 @@ def test_an_optimizer_that_is_not_fused_reads_no_more_than_in_the_loop_by_hand(o
         assert simgpu.counts["d2h.blocking"] == simgpu.counts["h2d.blocking"] == 0
 
 
+def test_gradients_written_to_inside_a_window_are_not_read():
+    """Clipping after each micro-batch, for example."""
+    _, step, raw, _ = training(accumulate=4)
+
+    def window():
+        for _ in range(4):
+            step(X, Y)
+            nn.utils.clip_grad_value_(raw.parameters(), 1.0)
+
+    window()
+    with simgpu.asynchronous():
+        simgpu.counts.clear()
+        window()
+        assert simgpu.host_waits() == 0
+
+
 @pytest.mark.parametrize("optimizer", FUSED)
 def test_with_a_scheduler_in_float16_it_waits_once_an_update(optimizer):
     """The learning rate depends on whether the last update was skipped; it is asked just before the next one."""

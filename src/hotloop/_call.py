@@ -32,11 +32,12 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     """
     if not moved and (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call, attr-defined]
         return _traceable(run, live, args, kwargs)
-    if live.recovery is not None:
+    recovery = live.recovery  # another thread may take it away
+    if recovery is not None:
         if transform_level() is not None:  # torch.func bears less than a plain call, and nothing can be put back inside it
             args, kwargs = move_call(args, kwargs, live.parts.device)
             return run(*args, **kwargs)
-        return live.recovery.attempt(live, partial(_call, run, live, args, kwargs, moved))
+        return recovery.attempt(live, partial(_call, run, live, args, kwargs, moved))
     return _call(run, live, args, kwargs, moved)
 
 

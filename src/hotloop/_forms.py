@@ -164,6 +164,11 @@ def check_metrics(named: Named, call: Call) -> None:
             raise ValueError(
                 f"{written(*call)}: the metric {name!r} is {kind_of(value)}; a metric is a one-element tensor or a number"
             )
+        elif isinstance(value, int) and abs(value) > sys.float_info.max:  # its mean could not be told
+            raise ValueError(
+                f"{written(*call)}: the metric {name!r} is an integer that no float can hold; a metric is at most "
+                f"{sys.float_info.max:.1e}: pass its logarithm, or float('inf')"
+            )
 
 
 def check_weight(weight: Any) -> float:

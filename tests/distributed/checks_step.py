@@ -584,6 +584,20 @@ def check_ranks_must_agree(rank):
     other()()
 
 
+def check_a_model_that_was_all_frozen_for_a_while_trains_again(rank):
+    plain = net()
+    _, step = optimize(plain, SGD(plain.parameters(), 0.1), LOSS)
+    x, y = half(batches(1)[0], rank)
+    step(x, y)
+    plain.requires_grad_(False)
+    raises(RuntimeError, step.flush, "requires a gradient")  # torch's own words
+    plain.requires_grad_(True)
+    before = copy.deepcopy(plain.state_dict())
+    assert [step(x, y).updated for _ in range(2)] == [True, True]
+    assert differences(before, plain.state_dict()) != []
+    assert_same_on_both(plain.state_dict())
+
+
 def check_what_leaves_the_group_alone(rank):
     plain = net(seed=rank)
     _, step = optimize(plain, SGD(plain.parameters(), 0.1), LOSS, distributed=False)
