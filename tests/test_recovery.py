@@ -107,6 +107,15 @@ def made(model, **options):
     return (*optimize(model, optimizer, MSE, **options), optimizer)
 
 
+def called(form, model, step, x, y):
+    if form == "batch":
+        step(x, y)
+    elif form == "loss":
+        step(MSE(model(x), y))
+    else:
+        model(x)
+
+
 def precision(step):
     return step.plan.as_dict()["precision"]
 
@@ -306,12 +315,7 @@ def test_what_a_module_keeps_and_draws_is_as_if_nothing_had_happened(calls_befor
 
     seed()
     for x, y in data:
-        if form == "batch":
-            step(x, y)
-        elif form == "loss":
-            step(MSE(model(x), y))
-        else:
-            model(x)
+        called(form, model, step, x, y)
     assert precision(step)["choice"] == "fp32"
     seed()
     for x, _ in data:
@@ -362,12 +366,7 @@ def test_to_be_on_the_watch_costs_no_operator_once_a_mode_has_run(form):
         model.train(form != "eval")
 
         def run(x, y, model=model, step=step):
-            if form == "batch":
-                step(x, y)
-            elif form == "loss":
-                step(MSE(model(x), y))
-            else:
-                model(x)
+            called(form, model, step, x, y)
 
         first, *data = batches(4)
         run(*first)

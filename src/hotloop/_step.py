@@ -97,10 +97,10 @@ class Step(Progress):
             forms.check_metrics(named, (args, kwargs))
             self._window.open()
             self._backward(loss, weight)
-        elif self._live.recovery is None or self._window.is_open:
+        elif (recovery := self._live.recovery) is None or self._window.is_open:  # another thread may take it away
             loss, named, output = self._micro_batch(args, kwargs, weight)
         else:
-            loss, named, output = self._live.recovery.attempt(self._live, partial(self._micro_batch, args, kwargs, weight))
+            loss, named, output = recovery.attempt(self._live, partial(self._micro_batch, args, kwargs, weight))
         names, values = ["loss", *named], snapshot([loss, *named.values()])
         norm = flags = None
         if self._window.add(weight):

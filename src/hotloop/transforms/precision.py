@@ -77,10 +77,10 @@ def _automatic(facts: Facts) -> Decision:
         return _decision(facts, "fp32", f"the layers are too small for {units} to pay")
     if traits.wide >= 0.5 and traits.convolutions:
         return _decision(facts, "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)")
-    least = SOME_ROWS if traits.wide >= 0.5 or traits.lstm_cells else MANY_ROWS
-    if traits.lstm and not traits.lstm_cells:
-        least = LSTM_ROWS
-    rows = "sequences" if traits.lstm else "tokens, patches or samples of features"
+    if traits.lstm:
+        least, rows = SOME_ROWS if traits.lstm_cells else LSTM_ROWS, "sequences"
+    else:
+        least, rows = SOME_ROWS if traits.wide >= 0.5 else MANY_ROWS, "tokens, patches or samples of features"
     why = f"{units}, for calls with at least {least} {rows}; rounds to 8 bits (relative error 4e-3)"
     return _decision(facts, "bf16", why, least_rows=least)
 
@@ -116,8 +116,16 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
 def _decision(facts: Facts, choice: str, why: str, *, least_rows: int = 0) -> Decision:
     def apply(parts: Parts) -> Parts:
         traits = facts.traits
-        chosen = replace(parts.autocast, dtype=_DTYPES.get(choice), least_rows=least_rows, patch=traits.patch, ids=traits.ids)
-        parts = replace(parts, autocast=replace(chosen, steps=traits.lstm, flat=not traits.convolutions))
+        chosen = Autocast(
+            parts.autocast.device_type,
+            _DTYPES.get(choice),
+            least_rows,
+            patch=traits.patch,
+            ids=traits.ids,
+            steps=traits.lstm,
+            flat=not traits.convolutions,
+        )
+        parts = replace(parts, autocast=chosen)
         if facts.scaler is not None:
             return replace(parts, scaler=facts.scaler)
         if choice != "fp16" or not parts.optimizers:
