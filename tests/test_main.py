@@ -49,6 +49,7 @@ number = 3
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "training_script.py").write_text(SCRIPT)
     (tmp_path / "broken_script.py").write_text("import not_installed_anywhere")
+    (tmp_path / "ending_script.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -81,6 +82,8 @@ def test_batches_may_be_named_and_a_function() -> None:
 MISTAKES = {
     "no colon": (["training_script"], "write module:make"),
     "no module": ([":make"], "write module:make"),
+    "a relative name": ([".training_script:make"], "write module:make"),
+    "a module that ends the process": (["ending_script:make"], "(exit code 3); put what it does as a script"),
     "a file name": (["training_script.py:make"], "name the module without its .py"),
     "no such module": (["no_such_module:make"], "cannot import no_such_module (No module named 'no_such_module')"),
     "a module that does not import": (["broken_script:make"], "No module named 'not_installed_anywhere'"),

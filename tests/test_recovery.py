@@ -168,6 +168,27 @@ def test_an_error_in_the_backward():
     assert precision(step)["choice"] == "fp32"
 
 
+@pytest.mark.parametrize("form", ["step", "step.backward"])
+def test_an_error_in_the_backward_of_a_loss_of_the_users_own_names_the_way_out(form):
+    """Its forward was the user's call and is not run again; the error stays torch's own where the precision was asked for."""
+    x, y = batches(1)[0]
+    for options, hinted in (({}, True), ({"precision": "bf16"}, False)):
+        model, step, _ = made(build("backward"), **options)
+        with pytest.raises(RuntimeError, match="BFloat16") as caught:
+            (step if form == "step" else step.backward)(MSE(model(x), y))
+        assert ("optimize(..., precision='fp32')" in str(caught.value)) is hinted
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_error_of_another_kind_in_the_backward_has_no_such_hint():
+    model, step, _ = made(build(None))
+    loss = MSE(model(batches(1)[0][0]), batches(1)[0][1])
+    loss.register_hook(lambda grad: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError) as caught:
+        step(loss)
+    assert "optimize(" not in str(caught.value)
+
+
 def test_the_plan_quotes_the_error():
     model, step, _ = made(build(index_add))
     with pytest.raises(RuntimeError) as caught, torch.autocast("cpu", torch.bfloat16):

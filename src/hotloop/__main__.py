@@ -78,7 +78,7 @@ def _compare(options: argparse.Namespace) -> None:
 def _load(path: str, batches_name: str) -> tuple[Any, Any]:
     """What `module:make` names, and the batches beside it."""
     module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
+    if not (module_name and colon and name) or module_name.startswith("."):
         raise _UserError(f"compare {path}: write module:make, for example `python -m hotloop compare train:make`")
     try:
         module = importlib.import_module(module_name)
@@ -87,6 +87,11 @@ def _load(path: str, batches_name: str) -> tuple[Any, Any]:
             f"compare {path}: cannot import {module_name} ({error}); run it in the folder that holds {module_name}.py, and "
             "name the module without its .py"
         ) from error
+    except SystemExit as ended:
+        raise _UserError(
+            f"compare {path}: importing {module_name} ended the process (exit code {ended.code}); put what it does as a script, "
+            'such as reading the command line, under `if __name__ == "__main__":`'
+        ) from ended
     make, batches = getattr(module, name, None), getattr(module, batches_name, None)
     if not callable(make):
         raise _UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,11 +58,25 @@ def explain_loss_as_batch(error: Exception, args: tuple[Any, ...], call: Call) -
         )
 
 
-def explain_backward(error: RuntimeError) -> None:
-    """Add the way out to torch's complaint about a graph that is used twice."""
-    if "backward through the graph a second time" in str(error):
+def explain_backward(error: RuntimeError, automatic: Collection[str]) -> None:
+    """Add the way out to torch's complaint about a graph that is used twice, or one that an `automatic` choice is behind."""
+    text = str(error)
+    if "backward through the graph a second time" in text:
         error.args = (
             f"{error}\n\nhotloop: a step runs the backward itself. Remove a loss.backward() of your own; .detach() what is carried on "
             "from an earlier step (a hidden state, a generated batch); where two losses do share this graph, write "
             "step.backward(loss, retain_graph=True) for all but the last of them, or add them up: step(a + b)",
         )
+    for name, (signs, without) in _SIGNS.items():
+        if name in automatic and any(sign in text for sign in signs):
+            error.args = (
+                f"{text}\n\nhotloop: {name} was chosen automatically, and a forward that has come to its backward is not run "
+                f"again without it; write optimize(..., {without})",
+            )
+
+
+# What torch says in a backward whose code does not bear a choice, and the wish that goes without it.
+_SIGNS = {
+    "precision": (("BFloat16", "Half"), "precision='fp32'"),
+    "channels_last": (("view size is not compatible",), "channels_last=False"),
+}

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts, lives_within
 from hotloop._plan import Plan
 from hotloop._recovery import Recovery
-from hotloop._traces import OF_EVERY_MODULE, Proven
+from hotloop._traces import Proven
 from hotloop._tree import leaves
 from hotloop.transforms import memory_format
 
@@ -83,8 +82,8 @@ class ModelCall(Detour):
                     return self(*args, **kwargs)
             finally:
                 asked.reset(before)
-        if self._laid_out is not None and not torch.compiler.is_compiling() and self._laid_out.takes(args, kwargs):
-            return self._laid_out.call(self._settled, args, kwargs)
+        if (laid_out := self._laid_out) is not None and not torch.compiler.is_compiling() and laid_out.takes(args, kwargs):
+            return laid_out.call(self._settled, args, kwargs)
         light = self._light
         if (
             light is not None
@@ -138,9 +137,9 @@ _layouts: Any = WeakIdKeyDictionary()
 class _LaidOut:
     """The calls of a plain model in channels_last, until one of them fails in it, or shows that the body might."""
 
-    def __init__(self, live: Live, parts: Sequence[nn.Module], layout: _Layout) -> None:
-        self._decision = decision = layout.plan[memory_format.NAME]
-        self._parts, self._layout = parts, layout
+    def __init__(self, live: Live, layout: _Layout) -> None:
+        decision = layout.plan[memory_format.NAME]
+        self._layout = layout
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
         self._live.plan = layout.plan
         self._recovery = Recovery([self._live], [(decision, "off")], layout.proven)
@@ -148,31 +147,19 @@ class _LaidOut:
         self._proven = False
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is of this kind: its images are large enough, and no hook does with a map what its layout does not bear."""
-        images = any(tensor.numel() >= self._layout.least for tensor in leaves((args, kwargs)))
-        return images and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts)
+        """Whether a call is of this kind: its images are large enough."""
+        return any(tensor.numel() >= self._layout.least for tensor in leaves((args, kwargs)))
 
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = partial(call, run, self._live, args, kwargs)
         if self._proven:
             return self._recovery.attempt(self._live, attempt)
         with self._first:  # of several threads, one finds out for all
-            before = list(_attributes(self._parts))
             result = self._recovery.attempt(self._live, attempt)
-            known = {id(tensor) for tensor in before}
-            if kept := [t for t in _attributes(self._parts) if id(t) not in known and t.dim() == 4 and not t.is_contiguous()]:
-                self._leave(kept)
             # Cells are dictionaries of the modules, which may hold the model: it would never be freed.
             self._layout.proven.update({mode: found for mode, found in self._recovery.proven.items() if not found.cells})
             self._proven = True
             return result
-
-    def _leave(self, kept: list[Tensor]) -> None:
-        """Give the feature maps that the model keeps, which the body may view, the layout that they have without."""
-        for tensor in kept:
-            tensor.data = tensor.data.contiguous()
-        self._live.parts = self._decision.revert(self._live.parts)
-        self._live.plan.record(replace(self._decision, choice="off", why="the model keeps feature maps"))
 
 
 def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None) -> _LaidOut | None:
@@ -188,17 +175,7 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
         facts = Facts(machine(), found, device=device)
         plan = Plan([memory_format.decide(facts, "auto")])
         layout = _layouts[module] = _Layout(decided_for, plan, memory_format.least(facts), {})
-    return _LaidOut(live, parts, layout) if layout.plan[memory_format.NAME].choice == "on" else None
-
-
-def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """The tensors that modules hold besides their parameters, alone or among the first items of a container."""
-    for part in parts:
-        yield from (buffer for buffer in part._buffers.values() if buffer is not None)
-        for name, value in vars(part).items():
-            if name not in OF_EVERY_MODULE:
-                items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-                yield from (item for item in islice(items, 100) if isinstance(item, Tensor))
+    return _LaidOut(live, layout) if layout.plan[memory_format.NAME].choice == "on" else None
 
 
 def _parameters(parts: Sequence[nn.Module]) -> Iterator[nn.Parameter]:

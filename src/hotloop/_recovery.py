@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from hotloop._parts import Live, backward_task
 from hotloop._plan import Decision, revert
@@ -18,6 +19,8 @@ T = TypeVar("T")
 # What torch and user code raise when they are given a dtype or a layout that they cannot work with. Other exceptions are no
 # complaints: torch ends a recomputation under `checkpoint` with one.
 _TELLING = (RuntimeError, TypeError, ValueError, AssertionError)
+
+_LAYOUT = "channels_last"
 
 
 class Recovery:
@@ -48,17 +51,19 @@ class Recovery:
     def attempt(self, live: Live, run: Callable[[], T]) -> T:
         """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
         # A call inside a step, or one that a backward makes again, is repeated with the whole step.
-        if (thread := threading.get_ident()) in self._running or backward_task() != -1:
+        if self.is_attempting() or backward_task() != -1:
             return run()
         choices = self._choices
         mode = (self._lives.index(live), live.parts.model.training)
         proven = self.proven.get(mode)
         saved = Snapshot(live, proven)
+        thread = threading.get_ident()
         self._running.add(thread)
         try:
             result = run()
             if proven is None:
                 self.proven[mode] = saved.proven()
+                self._leave(saved.kept_maps())
             return result
         except torch.OutOfMemoryError:
             raise
@@ -98,6 +103,18 @@ class Recovery:
         saved.finish()
         raise error.with_traceback(error.__traceback__) from None
 
+    def _leave(self, maps: list[Tensor]) -> None:
+        """Give the maps that a model has kept, and code outside may view, the layout that they have in the plain model."""
+        if maps and _LAYOUT in self.names:
+            for tensor in maps:
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.data = tensor.data.contiguous()
+            self.take_back([_LAYOUT], "the model keeps feature maps, which a loop may view")
+
+    def is_attempting(self) -> bool:
+        """Whether this thread is inside a call that is repeated if it fails."""
+        return threading.get_ident() in self._running
+
     @property
     def names(self) -> list[str]:
         """The choices that may still be taken back."""
@@ -105,10 +122,11 @@ class Recovery:
 
     def take_back(self, names: Collection[str], why: str) -> None:
         """Take these back without a call that has failed."""
-        dropped = [choice for choice in self._choices if choice[0].name in names]
-        for live in self._lives:
-            live.parts = revert([decision for decision, _ in dropped], live.parts)
-        self._settle(dropped, why)
+        with self._taking_back:
+            dropped = [choice for choice in self._choices if choice[0].name in names]
+            for live in self._lives:
+                live.parts = revert([decision for decision, _ in dropped], live.parts)
+            self._settle(dropped, why)
 
     def _settle(self, dropped: list[tuple[Decision, str]], reason: str) -> None:
         for decision, instead in dropped:

@@ -135,7 +135,8 @@ class Step(Progress):
         except BaseException as error:
             self._window.drop()  # half a backward cannot be undone
             if isinstance(error, RuntimeError):
-                explain_backward(error)
+                recovery = self._live.recovery
+                explain_backward(error, () if recovery is None or recovery.is_attempting() else recovery.names)
             raise
 
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ Cell = tuple[dict[str, Any], str]  # where a module keeps a buffer or an attribu
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # of random numbers: what reads and what sets its state
 
 _NUMBERS = (int, float, bool)
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Snapshot:
             self._parts = [part for model in (live.parts.model, *live.companions) for part in model.modules()]
             cells = list(_cells(self._parts))
             sources = list(_sources(self._parts))
+            self._attributes = list(_attributes(self._parts))
             buffers = [b for part in self._parts for b in part._buffers.values() if b is not None and _has_values(b)]
         else:
             cells = [(kept, name) for kept, name in proven.cells if name in kept]
@@ -92,6 +94,11 @@ class Snapshot:
                 made.seen.extend(own)
                 made.owners.extend([i] * len(own))
         return made
+
+    def kept_maps(self) -> list[Tensor]:
+        """After a first run that was fine: the feature maps that modules have kept of it and that nobody can `view`."""
+        known = {id(tensor) for tensor in self._attributes}
+        return [t for t in _attributes(self._parts) if id(t) not in known and t.dim() == 4 and not t.is_contiguous()]
 
     def failed(self) -> None:
         """The first run has raised."""
@@ -124,7 +131,17 @@ def _cells(parts: Sequence[nn.Module]) -> Iterator[Cell]:
         yield from ((part._buffers, name) for name, _ in part._buffers.items())
         if not isinstance(part, LazyModuleMixin):  # it takes its sizes from the first batch, once
             attributes = vars(part)
-            yield from ((attributes, name) for name in attributes if name not in OF_EVERY_MODULE)
+            yield from ((attributes, name) for name in attributes if name not in _OF_EVERY_MODULE)
+
+
+def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that modules hold besides their parameters, alone or among the first items of a container."""
+    for part in parts:
+        yield from (buffer for buffer in part._buffers.values() if buffer is not None)
+        for name, value in vars(part).items():
+            if name not in _OF_EVERY_MODULE:
+                items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+                yield from (item for item in islice(items, 100) if isinstance(item, Tensor))
 
 
 def _sources(parts: Sequence[nn.Module]) -> Iterator[Source]:

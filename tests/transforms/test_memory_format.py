@@ -376,3 +376,132 @@ def test_what_a_forward_changes_in_its_input_the_caller_sees(threads):
     else:
         call(0)
     assert all(seen)
+
+
+class Keeps(nn.Module):
+    """Holds on to a feature map, as models do whose maps are drawn or go into a loss."""
+
+    def __init__(self, how=None):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), *[nn.Conv2d(16, 16, 1) for _ in range(6)])
+        self.head = nn.Linear(16, 2)
+        self.how, self.seen, self.maps = how, [], {}
+        if how == "buffer":
+            self.register_buffer("kept", None)
+        else:
+            self.kept = None
+
+    def forward(self, x):
+        h = self.body(x)
+        self.seen.append(in_format(h))
+        if self.how == "container":
+            self.maps["last"] = h
+        elif self.how is not None:
+            self.kept = h
+        return self.head(h.mean((2, 3)))
+
+    def last(self):
+        return self.maps["last"] if self.how == "container" else self.kept
+
+
+@pytest.mark.parametrize("form", ["own loss", "batch", "eval", "inference mode"])
+@pytest.mark.parametrize("how", ["attribute", "buffer", "container"])
+def test_feature_maps_that_a_model_keeps_can_be_viewed(how, form):
+    """The user's code gets hold of them outside of any call that could be run again."""
+    torch.manual_seed(0)
+    raw = Keeps(how)
+    plain, (x, y) = copy.deepcopy(raw), images(1)[0]
+    optimizer, inference = SGD(raw.parameters(), 0.1), "inference_mode" if form == "inference mode" else "no_grad"
+    model, step = optimize(raw, optimizer, CE, precision="fp32", cudnn_benchmark=False, inference=inference, device="cpu")
+    assert step.plan["channels_last"].choice == "on"
+    for loop in (model, plain):
+        if form == "batch":
+            if loop is model:
+                step(x, y)
+            else:
+                plain(x)
+            continue
+        loop.train(form == "own loss")
+        loss = CE(loop(x), y)
+        if form == "own loss":
+            loss = loss + loop.last().view(4, 16, -1).mean(2).square().sum()
+            step(loss) if loop is model else loss.backward()
+    torch.testing.assert_close(model.last().view(4, -1), plain.last().view(4, -1), rtol=1e-4, atol=1e-5)
+    assert raw.seen[0]
+    assert "keeps feature maps" in step.plan["channels_last"].why
+    if form == "own loss":
+        for ours, theirs in zip(raw.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    model(x)
+    assert not raw.seen[-1]
+    assert step._live.recovery is None
+
+
+def test_a_map_that_was_there_before_is_none_that_the_call_has_made():
+    raw = Keeps()
+    raw.kept = torch.randn(2, 4, 4, 3).permute(0, 3, 1, 2)
+    stride = raw.kept.stride()
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False).step
+    step(*images(1)[0])
+    assert step.plan["channels_last"].choice == "on"
+    assert raw.kept.stride() == stride
+
+
+def test_images_stay_as_they_are_while_a_hook_may_keep_a_map():
+    """As Grad-CAM and feature extractors do, which come and go."""
+    raw, maps = Keeps(), []
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False)
+    x, y = images(1)[0]
+    step(x, y)
+    handle = model.body[3].register_forward_hook(lambda module, args, output: maps.append(output))
+    loss = CE(model(x), y) + sum(m.view(4, 16, -1).mean() for m in maps)
+    step(loss)
+    handle.remove()
+    step(x, y)
+    assert raw.seen == [True, False, True]
+    assert step.plan["channels_last"].choice == "on"
+
+
+def test_hooks_of_torch_itself_keep_no_maps():
+    def observer(module, args, output):
+        return None
+
+    observer.__module__ = "torch.ao.quantization.quantize"
+    raw = Keeps()
+    raw.body[3].register_forward_hook(observer)
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False).step
+    step(*images(1)[0])
+    assert raw.seen == [True]
+
+
+def test_a_layout_that_was_asked_for_stays():
+    raw = Keeps("attribute")
+    raw.body[3].register_forward_hook(lambda module, args, output: None)
+    model, step = optimize(
+        raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False, channels_last=True
+    )
+    step(*images(1)[0])
+    model(images(1)[0][0])
+    assert raw.seen == [True, True]
+    assert step.plan["channels_last"].choice == "on"
+
+
+def test_a_view_in_a_backward_of_the_users_own_loss_names_the_way_out():
+    class Flat(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.view(-1).view(grad.shape)
+
+    class Net(Keeps):
+        def forward(self, x):
+            return self.head(torch.relu(Flat.apply(self.body(x))).mean((2, 3)))
+
+    raw = Net()
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False)
+    x, y = images(1)[0]
+    with pytest.raises(RuntimeError, match=r"view size(?s:.)*optimize\(\.\.\., channels_last=False\)"):
+        step(CE(model(x), y))

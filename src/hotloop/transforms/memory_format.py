@@ -5,6 +5,8 @@ the weights. The weights stay as they are, so that `p.view(-1)`, `p.grad.view(-1
 in the plain loop, and what a call returns is contiguous again. True converts the weights as well, as
 `model.to(memory_format=torch.channels_last)` does.
 
+A forward hook may keep a map for code that views it: while there is one images stay as they are.
+
 Random numbers for a tensor are drawn in the order of its memory: a dropout on maps gets another mask. Where a module may do that
 "auto" stays off; what a forward draws by itself (`F.dropout`, `torch.randn_like`) cannot be seen.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,18 +122,6 @@ def _but(facts: Facts) -> str:
 
 
 def _decision(why: str, facts: Facts, *, weights: bool) -> Decision:
-    fewest = 0 if weights else least(facts)
-
-    copies = _Copies()
-
-    def laid_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        copies.of_this_call = []
-        return map_leaves(lambda tensor: tensor if tensor.numel() < fewest else copies.noted(tensor), (args, kwargs))
-
-    def contiguous(output: Any) -> Any:
-        copies.write_back()
-        return _contiguous(output)
-
     before: dict[nn.Module, list[tuple[Tensor, tuple[int, ...]]]] = {}
     handles: list[Any] = []
 
@@ -142,7 +132,8 @@ def _decision(why: str, facts: Facts, *, weights: bool) -> Decision:
                 fit_state(optimizer)
                 if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may lack torch's hooks
                     handles.append(optimizer.register_load_state_dict_post_hook(fit_state))
-        return replace(parts, on_inputs=(*parts.on_inputs, laid_out), on_outputs=(*parts.on_outputs, contiguous))
+        images = _Images(0, []) if weights else _Images(least(facts), _hooks_of(parts.model))
+        return replace(parts, on_inputs=(*parts.on_inputs, images.lay_out), on_outputs=(*parts.on_outputs, images.give_back))
 
     def revert(parts: Parts) -> Parts:
         for tensor, stride in before.pop(parts.model, []):
@@ -153,33 +144,58 @@ def _decision(why: str, facts: Facts, *, weights: bool) -> Decision:
             fit_state(optimizer)
         return replace(
             parts,
-            on_inputs=tuple(f for f in parts.on_inputs if f is not laid_out),
-            on_outputs=tuple(f for f in parts.on_outputs if f is not contiguous),
+            on_inputs=tuple(f for f in parts.on_inputs if not _is_of_images(f)),
+            on_outputs=tuple(f for f in parts.on_outputs if not _is_of_images(f)),
         )
 
     return Decision(NAME, "on", why, apply, revert)
 
 
-class _Copies(threading.local):
-    """The images that a call was given and what the model got in their place, in this thread.
+class _Images(threading.local):
+    """The images of a call, of at least `fewest` elements: laid out for the model, and what it returns contiguous again.
 
-    A forward may change its input in place, and the caller go on with that.
+    `of_this_call` are those that the caller gave and what the model got in their place, in this thread: a forward may change its
+    input in place, and the caller go on with that. `hooks` are the forward hooks of the model's modules.
     """
 
     of_this_call: Sequence[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]] = ()
 
-    def noted(self, given: Tensor) -> Tensor:
+    def __init__(self, fewest: int, hooks: list[Mapping[int, Any]]) -> None:
+        self._fewest, self._hooks = fewest, hooks
+
+    def lay_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.of_this_call = []
+        if any(self._hooks) and any(_is_users(hook) for hooks in self._hooks for hook in hooks.values()):
+            return args, kwargs  # it may keep a feature map, for code that views it
+        return map_leaves(lambda tensor: tensor if tensor.numel() < self._fewest else self._noted(tensor), (args, kwargs))
+
+    def _noted(self, given: Tensor) -> Tensor:
         made = _laid_out(given)
         if made is not given and not made.is_inference():  # such tensors count no changes
             self.of_this_call = [*self.of_this_call, (weakref.ref(given), weakref.ref(made), made._version)]
         return made
 
-    def write_back(self) -> None:
+    def give_back(self, output: Any) -> Any:
         for given, made, version in self.of_this_call:
             one, other = given(), made()
             if one is not None and other is not None and other._version != version:
                 one.copy_(other)
         self.of_this_call = ()
+        # What the plain model returns can be given to `view`.
+        return map_leaves(lambda t: t.contiguous() if t.dim() > 2 and t.layout is torch.strided else t, output)
+
+
+def _is_of_images(function: Any) -> bool:
+    return isinstance(getattr(function, "__self__", None), _Images)
+
+
+def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    return [part._forward_hooks for part in module.modules()]
+
+
+def _is_users(hook: Any) -> bool:
+    """Torch's own keep no maps."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _convert(module: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:
@@ -199,8 +215,3 @@ def _laid_out(tensor: Tensor) -> Tensor:
         # Both layouts at once, and torch takes that for contiguous unless the strides say otherwise. This copies nothing.
         return tensor.contiguous().view(batch, height, width, channels).permute(0, 3, 1, 2)
     return tensor.contiguous(memory_format=_LAYOUT)
-
-
-def _contiguous(output: Any) -> Any:
-    # What the plain model returns can be given to `view`.
-    return map_leaves(lambda t: t.contiguous() if t.dim() > 2 and t.layout is torch.strided else t, output)
