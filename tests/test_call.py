@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop import optimize
 from hotloop._tree import leaves
+from observing import Operators
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = list(DTYPES)
@@ -592,16 +593,6 @@ def test_a_batch_that_is_there_already_is_not_copied_or_rebuilt(kind):
     if kind not in ("own to", "tokens", "packed sequence"):  # these are asked, and their answer is used
         assert received[0] is batch
     assert [t.data_ptr() for t in leaves(received[0])] == [t.data_ptr() for t in leaves(batch)]
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import RMSprop
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotloop
 from hotloop._facts import machine
@@ -22,7 +21,7 @@ from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
 from hotloop._recovery import Recovery
 from hotloop.transforms import precision as decisions
-from observing import Uncast, in_threads
+from observing import Operators, Uncast, in_threads
 from parity.twins import differences, plain_loop, snapshot
 
 WIDE = 512  # layers from here on are worth 16-bit units
@@ -368,16 +367,6 @@ def test_the_loss_functions_buffers_move_once():
     assert (loss_fn.steps, loss_fn.total) == (1, 1)
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("form", ["batch", "loss", "eval"])
 def test_to_be_on_the_watch_costs_no_operator_once_a_mode_has_run(form):
     """A copy of every buffer in every step would be slower than the plain loop on a model with many of them."""
@@ -394,7 +383,7 @@ def test_to_be_on_the_watch_costs_no_operator_once_a_mode_has_run(form):
         with Operators() as operators:
             for x, y in data:
                 run(x, y)
-        counted.append(operators.seen)
+        counted.append(Counter(operators.seen))
     assert counted[0] == counted[1]
 
 

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
 import simgpu
-from observing import Uncast, in_threads
+from observing import Operators, Uncast, in_threads
 from parity.twins import differences, plain_loop, snapshot
 
 # What is compared with runs on the CPU, also where there is an accelerator.
@@ -632,18 +631,6 @@ def test_in_a_thread_of_its_own():
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):
-    """Counts what reaches torch's dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("form", ["batch", "loss"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"accumulate": 2}], ids=str)
 def test_at_most_two_operators_more_than_the_plain_loop(form, options):
@@ -680,7 +667,7 @@ def test_at_most_two_operators_more_than_the_plain_loop(form, options):
         with Operators() as operators:
             for i, (x, y) in enumerate(data[2:]):
                 run(i, x, y)
-        counted.append(operators.seen)
+        counted.append(Counter(operators.seen))
     more = sum((counted[1] - counted[0]).values())
     assert more <= 2 * 4 + (4 if "clip_norm" in options else 0), counted[1] - counted[0]
 
