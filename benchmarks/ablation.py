@@ -20,7 +20,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from hotloop import optimize
 
 ROUNDS = 25
-FEWER_ROUNDS = {"ResNet-like": 7}
+FEWER_ROUNDS = {"ResNet-like": 5}
 OFF: dict[str, Any] = {"precision": "fp32", "channels_last": False, "fused": False, "cudnn_benchmark": False, "compile": False}
 IN_THE_PLAN = {"fused": "fused_optimizer"}  # where its name is not the wish's
 LEFT_OFF = ("off", "fp32", "as it is")

@@ -64,7 +64,7 @@ def whole(name: str, size: int, count: int = 8) -> dict[str, dict[str, float]]:
         "optimize, fast_eval": decorated(optimize(make()[0]), batches),
     }
     assert_same(variants)
-    return summary(interleave(variants, rounds=7, warmup=1), base="naive", per=count)
+    return summary(interleave(variants, rounds=5, warmup=1), base="naive", per=count)
 
 
 def overhead(name: str, size: int, count: int) -> dict[str, dict[str, float]]:

@@ -115,7 +115,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, dict[str, float]]:
         for loop in made.values():
             loop.run()
         assert_same(made)
-        times = interleave({name: loop.run for name, loop in made.items()}, rounds=rounds)
+        times = interleave({name: loop.run for name, loop in made.items()}, rounds=rounds, warmup=1)
         assert_same(made)
         rows = summary(times, base="naive", per=workload.steps)
         return {name: {**row, **counted(made[name].run, workload.steps)} for name, row in rows.items()}
