@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -37,7 +37,7 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         if transform_level() is not None:  # torch.func bears less than a plain call, and nothing can be put back inside it
             args, kwargs = move_call(args, kwargs, live.parts.device)
             return run(*args, **kwargs)
-        return recovery.attempt(live, partial(_call, run, live, args, kwargs, moved))
+        return recovery.attempt(live, partial(_call, run, live, args, kwargs, moved), (args, kwargs))
     return _call(run, live, args, kwargs, moved)
 
 
@@ -128,7 +128,25 @@ def finished(output: Any, live: Live, parts: Parts, *, detach: bool = False) -> 
         tensor = as_float32(tensor) if cast else tensor
         return tensor.detach() if detach and tensor.requires_grad else tensor
 
-    return map_leaves(finish, output)
+    output = map_leaves(finish, output)
+    if live.recovery is not None and parts.autocast.dtype is not None and (holder := _rounded(output)) is not None:
+        raise TypeError(f"the model returned 16-bit tensors inside a {type(holder).__name__}, where they cannot be cast")
+    return output
+
+
+def _rounded(value: Any, depth: int = 4) -> Any:
+    """The object of the user's, such as a distribution, that holds 16-bit tensors, which no map has reached."""
+    if isinstance(value, Tensor) or not depth:
+        return None
+    if isinstance(value, tuple | list | Mapping):
+        items = value.values() if isinstance(value, Mapping) else value
+        return next((found for item in items if (found := _rounded(item, depth - 1)) is not None), None)
+    if isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
+        return None
+    own = vars(value).values()
+    if any(isinstance(item, Tensor) and item.dtype in _SIXTEEN_BITS for item in own):
+        return value
+    return _rounded(tuple(own), depth - 1)
 
 
 def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,3 +21,8 @@ def usable(device: Any, call: str) -> torch.device:
             f"{call}: torch cannot use this device ({str(error).splitlines()[0]}); name one that this machine has, or leave "
             "device='auto'"
         ) from None
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -153,9 +153,9 @@ class _LaidOut:
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = partial(call, run, self._live, args, kwargs)
         if self._proven:
-            return self._recovery.attempt(self._live, attempt)
+            return self._recovery.attempt(self._live, attempt, (args, kwargs))
         with self._first:  # of several threads, one finds out for all
-            result = self._recovery.attempt(self._live, attempt)
+            result = self._recovery.attempt(self._live, attempt, (args, kwargs))
             # Cells are dictionaries of the modules, which may hold the model: it would never be freed.
             self._layout.proven.update({mode: found for mode, found in self._recovery.proven.items() if not found.cells})
             self._proven = True

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from traceback import clear_frames
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from hotloop._call import as_float32
+from hotloop._contents import Kept
+from hotloop._detours import is_compiled
+from hotloop._device import is_capturing
+from hotloop._map_watch import MapWatch
 from hotloop._parts import Live, backward_task
 from hotloop._plan import Decision, revert
 from hotloop._traces import Proven, Snapshot
+from hotloop._tree import map_leaves
 
 T = TypeVar("T")
 
-# What torch and user code raise when they are given a dtype or a layout that they cannot work with. Other exceptions are no
-# complaints: torch ends a recomputation under `checkpoint` with one.
-_TELLING = (RuntimeError, TypeError, ValueError, AssertionError)
-
-_LAYOUT = "channels_last"
+# After these the device has no memory left, or takes no more work: a second run could only hide the first one's error.
+_FINAL = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_PRECISION, _LAYOUT = "precision", "channels_last"
 
 
 class Recovery:
@@ -48,26 +54,30 @@ class Recovery:
         """For a copy of a model."""
         return Recovery([live], list(self._choices))
 
-    def attempt(self, live: Live, run: Callable[[], T]) -> T:
-        """`run()`, which reads the live parts afresh each time; at most a few more times if it raises."""
-        # A call inside a step, or one that a backward makes again, is repeated with the whole step.
-        if self.is_attempting() or backward_task() != -1:
+    def attempt(self, live: Live, run: Callable[[], T], given: Any = ()) -> T:
+        """`run()`, which reads the live parts afresh each time; at most a few more times if it raises. It works on `given`."""
+        # A call inside a step, or one that a backward makes again, is repeated with the whole step. A graph that is captured is
+        # run by nobody yet, and may not ask for the random state.
+        if self.is_attempting() or backward_task() != -1 or is_capturing():
             return run()
         choices = self._choices
         mode = (self._lives.index(live), live.parts.model.training)
         proven = self.proven.get(mode)
-        saved = Snapshot(live, proven)
+        saved = Snapshot(live, proven, given)
         thread = threading.get_ident()
         self._running.add(thread)
         try:
-            result = run()
-            if proven is None:
-                self.proven[mode] = saved.proven()
-                self._leave(saved.kept_maps())
+            if proven is not None:
+                return run()
+            with self._watch(live.parts.model):
+                result = run()
+            self.proven[mode] = saved.proven()
+            self._leave(saved.kept())
             return result
-        except torch.OutOfMemoryError:
+        except _FINAL:
             raise
-        except _TELLING as error:
+        except Exception as error:
+            clear_frames(error.__traceback__)  # what the failed run has computed is in the way of the next one
             with self._taking_back:
                 # Where another thread has taken one back meanwhile: first with what is left.
                 tries: list[list[tuple[Decision, str]]] = [] if self._choices is choices else [[]]
@@ -82,34 +92,47 @@ class Recovery:
     ) -> T:
         error = first
         saved.failed()
-        for dropped in tries:
-            saved.restore()
-            before = [live.parts for live in self._lives]
-            for live in self._lives:
-                live.parts = revert([decision for decision, _ in dropped], live.parts)
-            try:
-                result = run()
-            except _TELLING as second:
-                error = second
-                for live, parts in zip(self._lives, before, strict=True):
-                    for decision, _ in dropped:
-                        decision.apply(parts)  # for what it changes in place
-                    live.parts = parts
-                continue
+        try:
+            for dropped in tries:
+                saved.restore()
+                before = [live.parts for live in self._lives]
+                for live in self._lives:
+                    live.parts = revert([decision for decision, _ in dropped], live.parts)
+                try:
+                    result = run()
+                except Exception as second:
+                    error = second
+                    for live, parts in zip(self._lives, before, strict=True):
+                        for decision, _ in dropped:
+                            decision.apply(parts)  # for what it changes in place
+                        live.parts = parts
+                    continue
+                saved.finish()
+                quoted = str(first).strip().split("\n")[0]
+                self._settle(dropped, f"{type(first).__name__}: {quoted}")
+                return result
             saved.finish()
-            quoted = str(first).strip().split("\n")[0]
-            self._settle(dropped, f"{type(first).__name__}: {quoted}")
-            return result
-        saved.finish()
-        raise error.with_traceback(error.__traceback__) from None
+            raise error.with_traceback(error.__traceback__) from None
+        finally:
+            del error, first  # their tracebacks hold this frame, and with it the batch and its graph
 
-    def _leave(self, maps: list[Tensor]) -> None:
-        """Give the maps that a model has kept, and code outside may view, the layout that they have in the plain model."""
+    def _watch(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Looks on at a first run, for what goes wrong without a word. Dynamo would compile the onlooker too."""
+        return MapWatch() if _LAYOUT in self.names and not any(map(is_compiled, model.modules())) else nullcontext()
+
+    def _leave(self, kept: list[Kept]) -> None:
+        """Give the tensors that a model has kept, for code outside, the layout and the dtype that they have in the plain model."""
+        maps = [(there, t) for there in kept for t in there.tensors if t.dim() == 4 and not t.is_contiguous()]
         if maps and _LAYOUT in self.names:
-            for tensor in maps:
+            for _, tensor in maps:
                 with torch.inference_mode(tensor.is_inference()):
                     tensor.data = tensor.data.contiguous()
-            self.take_back([_LAYOUT], "the model keeps feature maps, which a loop may view")
+            self.take_back([_LAYOUT], f"the model keeps feature maps ({maps[0][0].label}), which a loop may view")
+        rounded = [there for there in kept if any(as_float32(t) is not t for t in there.tensors)]
+        if rounded and _PRECISION in self.names:
+            for there in rounded:
+                there.holder[there.name] = map_leaves(as_float32, there.holder[there.name])
+            self.take_back([_PRECISION], f"the model keeps 16-bit tensors ({rounded[0].label}), which a loop may work with")
 
     def is_attempting(self) -> bool:
         """Whether this thread is inside a call that is repeated if it fails."""

@@ -100,7 +100,7 @@ class Step(Progress):
         elif (recovery := self._live.recovery) is None or self._window.is_open:  # another thread may take it away
             loss, named, output = self._micro_batch(args, kwargs, weight)
         else:
-            loss, named, output = recovery.attempt(self._live, partial(self._micro_batch, args, kwargs, weight))
+            loss, named, output = recovery.attempt(self._live, partial(self._micro_batch, args, kwargs, weight), (args, kwargs))
         names, values = ["loss", *named], snapshot([loss, *named.values()])
         norm = flags = None
         if self._window.add(weight):

@@ -8,20 +8,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from hotloop._contents import OF_EVERY_MODULE, Contents, Kept, copies, held_tensors, put_back
 from hotloop._parts import Live
+from hotloop._tree import leaves
 
 Cell = tuple[dict[str, Any], str]  # where a module keeps a buffer or an attribute: a dictionary of its own, and the name
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # of random numbers: what reads and what sets its state
 
 _NUMBERS = (int, float, bool)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_LARGEST = 2**26  # bytes of what is copied before a first run: a memory bank may fill half of the device
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Snapshot:
 
     Until a mode has run once all of it is kept, which costs an operator a buffer. From then on only the random states, the
     numbers and the places of buffers that this run has changed: of buffers that a failed run has changed in place their versions
-    tell; they hold what the batch gives them, and hold it again after the last run.
+    tell; they hold what the batch gives them, and hold it again after the last run. A first run's arguments, `given`, are kept too.
     """
 
-    def __init__(self, live: Live, proven: Proven | None) -> None:
+    def __init__(self, live: Live, proven: Proven | None, given: Any = ()) -> None:
         self._random = torch.get_rng_state()
         self._device = live.parts.device
         module: Any = None if self._device.type == "cpu" else torch.get_device_module(self._device)
@@ -65,15 +66,19 @@ class Snapshot:
             self._parts = [part for model in (live.parts.model, *live.companions) for part in model.modules()]
             cells = list(_cells(self._parts))
             sources = list(_sources(self._parts))
-            self._attributes = list(_attributes(self._parts))
+            self._held = list(held_tensors(self._parts))  # alive, so that no new tensor gets the id of one of them
             buffers = [b for part in self._parts for b in part._buffers.values() if b is not None and _has_values(b)]
+            # Other devices get a copy in each run. A leaf that wants gradients is written to by none.
+            buffers += [t for t in leaves(given) if t.device == self._device and not t.requires_grad and _has_values(t)]
+            buffers = [b for b in buffers if b.nbytes <= _LARGEST]
+            self._contents = Contents(self._parts, self._held, buffers)
         else:
             cells = [(kept, name) for kept, name in proven.cells if name in kept]
             sources, buffers = proven.sources, proven.unseen
             self._versions = proven.versions()
         self._cells = [(kept, name, kept[name]) for kept, name in cells]
         self._sources = [(read, put, read()) for read, put in sources]
-        self._before = _copied(buffers)
+        self._before = copies(buffers)
         self._changed: list[tuple[Tensor, Tensor]] = []
 
     def proven(self) -> Proven:
@@ -95,15 +100,18 @@ class Snapshot:
                 made.owners.extend([i] * len(own))
         return made
 
-    def kept_maps(self) -> list[Tensor]:
-        """After a first run that was fine: the feature maps that modules have kept of it and that nobody can `view`."""
-        known = {id(tensor) for tensor in self._attributes}
-        return [t for t in _attributes(self._parts) if id(t) not in known and t.dim() == 4 and not t.is_contiguous()]
+    def kept(self) -> list[Kept]:
+        """After a first run that was fine: the tensors that modules have kept of it."""
+        known = {id(tensor) for there in self._held for tensor in there.tensors}
+        now = [there._replace(tensors=[t for t in there.tensors if id(t) not in known]) for there in held_tensors(self._parts)]
+        return [there for there in now if there.tensors]
 
     def failed(self) -> None:
         """The first run has raised."""
-        if self._proven is not None:
-            self._changed = _copied(self._proven.changed_since(self._versions))
+        if self._proven is None:
+            self._contents.failed()
+        else:
+            self._changed = copies(self._proven.changed_since(self._versions))
 
     def restore(self) -> None:
         """Before another run."""
@@ -117,13 +125,16 @@ class Snapshot:
             for kept, name in list(_cells(self._parts)):
                 if (id(kept), name) not in known:
                     del kept[name]
+            self._contents.restore()
         for kept, name, value in self._cells:
             kept[name] = value
-        _put_back(self._before)
+        put_back(self._before)
 
     def finish(self) -> None:
         """After the last run."""
-        _put_back(self._changed)
+        if self._proven is None:
+            self._contents.finish()
+        put_back(self._changed)
 
 
 def _cells(parts: Sequence[nn.Module]) -> Iterator[Cell]:
@@ -131,17 +142,7 @@ def _cells(parts: Sequence[nn.Module]) -> Iterator[Cell]:
         yield from ((part._buffers, name) for name, _ in part._buffers.items())
         if not isinstance(part, LazyModuleMixin):  # it takes its sizes from the first batch, once
             attributes = vars(part)
-            yield from ((attributes, name) for name in attributes if name not in _OF_EVERY_MODULE)
-
-
-def _attributes(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """The tensors that modules hold besides their parameters, alone or among the first items of a container."""
-    for part in parts:
-        yield from (buffer for buffer in part._buffers.values() if buffer is not None)
-        for name, value in vars(part).items():
-            if name not in _OF_EVERY_MODULE:
-                items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-                yield from (item for item in islice(items, 100) if isinstance(item, Tensor))
+            yield from ((attributes, name) for name in attributes if name not in OF_EVERY_MODULE)
 
 
 def _sources(parts: Sequence[nn.Module]) -> Iterator[Source]:
@@ -162,13 +163,3 @@ def _sources(parts: Sequence[nn.Module]) -> Iterator[Source]:
 
 def _has_values(buffer: Tensor) -> bool:
     return not nn.parameter.is_lazy(buffer) and not buffer.is_inference()
-
-
-def _copied(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    with torch.no_grad():
-        return [(tensor, tensor.clone()) for tensor in tensors]
-
-
-def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in copies:
-        tensor.data.copy_(value)  # its version stays: the run that worked may have saved it for its backward
