@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -134,19 +134,16 @@ def finished(output: Any, live: Live, parts: Parts, *, detach: bool = False) -> 
     return output
 
 
-def _rounded(value: Any, depth: int = 4) -> Any:
+def _rounded(value: Any, depth: int = 5, inside: Any = None) -> Any:
     """The object of the user's, such as a distribution, that holds 16-bit tensors, which no map has reached."""
-    if isinstance(value, Tensor) or not depth:
-        return None
+    if isinstance(value, Tensor):
+        return inside if value.dtype in _SIXTEEN_BITS else None
+    items: Iterable[Any] = ()
     if isinstance(value, tuple | list | Mapping):
         items = value.values() if isinstance(value, Mapping) else value
-        return next((found for item in items if (found := _rounded(item, depth - 1)) is not None), None)
-    if isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
-        return None
-    own = vars(value).values()
-    if any(isinstance(item, Tensor) and item.dtype in _SIXTEEN_BITS for item in own):
-        return value
-    return _rounded(tuple(own), depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        items, inside = vars(value).values(), value if inside is None else inside
+    return next((found for item in items if (found := _rounded(item, depth - 1, inside)) is not None), None) if depth else None
 
 
 def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

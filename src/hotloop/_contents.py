@@ -49,8 +49,8 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[Tensor]:
 class Contents:
     """The insides of attributes before a first run, to put back if it fails; its parameters as well.
 
-    Dictionaries, sets and arrays get what they had. Tensors, but for those `copied` elsewhere, are not copied beforehand: what a failed run has written to them in place is
-    what the batch gives, and they get it again after the last run.
+    Dictionaries, sets and arrays get what they had. Tensors, but for those `copied` elsewhere, are not copied beforehand: what
+    a failed run has written to them in place is what the batch gives, and they get it again after the last run.
     """
 
     def __init__(self, parts: Sequence[nn.Module], held: Sequence[Kept], copied: Sequence[Tensor]) -> None:

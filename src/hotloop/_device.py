@@ -25,4 +25,4 @@ def usable(device: Any, call: str) -> torch.device:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hotloop._call import call, finished, in_evaluation, transform_level
@@ -112,13 +114,21 @@ class ModelCall(Detour):
 
     def _drop_stale_casts(self) -> None:
         # Autocast keeps the casts of the weights as long as a region is open, also when the weights change (a state that is
-        # loaded, a step that trains); and before torch 2.10 those made without gradients are used with them.
+        # loaded, a step that trains, an average that is swapped in); and before torch 2.10 those made without gradients are used
+        # with them.
         if not self._casts_of:
-            self._casts_of = [p for p in self.module.parameters() if not p.is_inference()]
-        now = [torch.is_grad_enabled(), *[p._version for p in self._casts_of]]
+            self._casts_of = [p for p in self.module.parameters() if not (p.is_inference() or is_lazy(p))]
+        now = [torch.is_grad_enabled(), *map(_mark, self._casts_of)]
         if now != self._seen:
             torch.clear_autocast_cache()
             self._seen = now
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
+    """Is another one after a write. One that goes past the version counter (`.data`, NumPy) shows in the first word, on a CPU."""
+    place = parameter.data_ptr() if type(parameter) is nn.Parameter and parameter.layout is torch.strided else 0
+    on_host = place and parameter.device.type == "cpu" and parameter.element_size() >= 4
+    return parameter._version, place, ctypes.c_uint32.from_address(place).value if on_host else 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from hotloop import optimize
+from hotloop import fast_eval, optimize
 from hotloop._facts import Facts, machine, traits
 from hotloop.transforms import memory_format
 from observing import in_threads
@@ -505,3 +505,67 @@ def test_a_view_in_a_backward_of_the_users_own_loss_names_the_way_out():
     x, y = images(1)[0]
     with pytest.raises(RuntimeError, match=r"view size(?s:.)*optimize\(\.\.\., channels_last=False\)"):
         step(CE(model(x), y))
+
+
+# What a layer does to a map, and whether it does something else where the map is laid out in another way.
+REACHING = {
+    "scatter_ into flatten": lambda h, out: out.flatten(1).scatter_(1, h.flatten(1).topk(3, 1).indices, 1.0),
+    "a part of flatten": lambda h, out: out.flatten(1)[:, :40].fill_(1.0),
+    "assignment to reshape": lambda h, out: out.reshape(len(h), -1).__setitem__((slice(None), 0), 1.0),
+    "+= on ravel": lambda h, out: out.ravel().__iadd__(1.0),
+    "data of contiguous": lambda h, out: out.contiguous().data.fill_(1.0),
+    "relu in place": lambda h, out: torch.nn.functional.relu(out.sub_(1.0).flatten(1), inplace=True),
+    "a permuted map made contiguous": lambda h, out: out.permute(0, 2, 3, 1).contiguous().fill_(1.0),
+    "a permuted map reshaped": lambda h, out: out.permute(0, 2, 3, 1).reshape(len(h), -1).fill_(1.0),
+    "as_strided": lambda h, out: out.add_(torch.as_strided(h.detach(), (4, 16, 2, 2), (576, 36, 6, 1)).sum()),
+}
+HARMLESS = {
+    "flatten": lambda h, out: out.add_(h.flatten(1).mean()),
+    "a view in both layouts": lambda h, out: out.flatten(2).fill_(1.0),
+    "flatten and write to a copy": lambda h, out: h.flatten(1).clone().fill_(1.0),
+    "write to the map": lambda h, out: out.fill_(1.0),
+    "permuted, reshaped and read": lambda h, out: out.add_(h.permute(0, 2, 3, 1).reshape(len(h), -1, 16).mean()),
+    "sparse": lambda h, out: out.add_((torch.eye(16).to_sparse() @ torch.ones(16, 1)).reshape(-1)[0]),
+}
+
+
+class Writes(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), *[nn.Conv2d(16, 16, 1) for _ in range(6)])
+        self.head, self.write = nn.Linear(16, 2), write
+
+    def forward(self, x):
+        h = self.body(x)
+        out = torch.zeros_like(h)
+        self.write(h, out)
+        return self.head((h + out).mean((2, 3)))
+
+
+@pytest.mark.parametrize("form", ["batch", "loss", "eval", "evaluation of a plain model"])
+@pytest.mark.parametrize(("write", "choice"), [
+    *[pytest.param(write, "off", id=name) for name, write in REACHING.items()],
+    *[pytest.param(write, "on", id=name) for name, write in HARMLESS.items()],
+])  # fmt: skip
+def test_a_write_reaches_a_map_as_in_the_plain_loop(write, choice, form):
+    """Nothing raises where it reaches a copy, and the result is another."""
+    raw, (x, y) = Writes(write), images(1)[0]
+    expected = copy.deepcopy(raw)(x)
+    if form == "evaluation of a plain model":
+        torch.testing.assert_close(fast_eval(lambda model: model(x))(raw), expected.detach(), rtol=1e-4, atol=1e-4)
+        return
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False)
+    if form == "batch":
+        assert step(x, y)["loss"] == pytest.approx(CE(expected, y).item(), rel=1e-4)
+    else:
+        torch.testing.assert_close(model.train(form == "loss")(x), expected, rtol=1e-4, atol=1e-4, check_device=False)
+    assert step.plan["channels_last"].choice == choice
+
+
+def test_compiled_parts_of_a_model_stay_compiled():
+    raw = Keeps()
+    raw.head.compile(backend="eager")
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False).step
+    assert step(*images(1)[0]).updated
+    assert step.plan["channels_last"].choice == "on"
