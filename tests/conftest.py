@@ -22,3 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip("needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def dynamo_is_at_work() -> None:
+    """torch patches `nn.Module` when it first compiles."""
+    torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1))

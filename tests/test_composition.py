@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader
 from hotloop import _facts, fast_eval, optimize
 from hotloop._tree import leaves
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+pytestmark = [
+    pytest.mark.usefixtures("dynamo_is_at_work"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),
+]
 
 X, Y = torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 1, 1, 0, 1])
 
@@ -38,12 +41,6 @@ def normed():
 
 def training(module, loss_fn=F.cross_entropy, **wishes):
     return optimize(module, torch.optim.SGD(module.parameters(), lr=0.1), loss_fn, **wishes)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo_is_at_work():
-    """torch patches `nn.Module` when it first compiles."""
-    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
 
 
 @pytest.fixture

@@ -64,12 +64,6 @@ def by_hand(model: nn.Module, x: Tensor = X) -> Tensor:
         return twin(x)
 
 
-@pytest.fixture(scope="module")
-def compiles() -> None:
-    """torch patches `nn.Module` when it first compiles."""
-    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
-
-
 # --- modes and gradients ------------------------------------------------------------------------------------------------
 
 
@@ -759,7 +753,7 @@ def test_a_loss_function_is_no_model_to_be_cast() -> None:
     assert evaluate(net(), nn.CrossEntropyLoss())[1:] == (False, True)
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_a_compiled_module_stays_compiled() -> None:
     model = net()
     model.compile(backend="eager")
@@ -769,7 +763,7 @@ def test_a_compiled_module_stays_compiled() -> None:
     torch.testing.assert_close(output, by_hand(model))
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_compiling_inside_the_body_stays() -> None:
     model = net()
 
@@ -1054,7 +1048,7 @@ def test_async_and_generators_are_still_what_they_are() -> None:
 # --- inside compiled code -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_it_is_not_skipped_inside_compiled_code() -> None:
     """W14, W15, F-10"""
     model = net()
@@ -1078,7 +1072,7 @@ def test_it_is_not_skipped_inside_compiled_code() -> None:
     assert all(flags(model))
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_a_method_and_a_compiled_evaluation() -> None:
     trainer, model = Trainer(), net()
     bound = trainer.evaluate
@@ -1099,7 +1093,7 @@ def test_a_method_and_a_compiled_evaluation() -> None:
     assert all(flags(trainer.model))
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_a_generator_inside_compiled_code() -> None:
     """T11"""
     model = net()
@@ -1119,7 +1113,7 @@ def test_a_generator_inside_compiled_code() -> None:
     assert all(flags(model))
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_a_compiled_model_inside_stays_compiled() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()

@@ -35,12 +35,6 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_folded_weights, "OVERHEAD", 0)
 
 
-@pytest.fixture(scope="module")
-def compiles() -> None:
-    """torch patches `nn.Module` when it first compiles."""
-    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
-
-
 pytestmark = pytest.mark.usefixtures("eager")
 
 
@@ -807,7 +801,7 @@ def test_outside_of_a_model_call_the_layers_are_plain() -> None:
         assert torch.equal(model.conv1(X), copy.deepcopy(model.conv1)(X))
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_a_model_in_compiled_code_is_left_to_it() -> None:
     """T1"""
     model = torch.compile(residual(), backend="eager")
@@ -819,7 +813,7 @@ def test_a_model_in_compiled_code_is_left_to_it() -> None:
     assert (decision.choice, "compiled" in decision.why) == ("off", True)
 
 
-@pytest.mark.usefixtures("compiles")
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_compiled_code_that_calls_the_model() -> None:
     model = residual()
     expected = model(X)

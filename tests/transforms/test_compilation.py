@@ -11,6 +11,8 @@ from torch import nn
 
 from hotloop import optimize
 
+pytestmark = pytest.mark.usefixtures("dynamo_is_at_work")
+
 CE = nn.CrossEntropyLoss()
 
 
@@ -23,12 +25,6 @@ class Counting:
     def __call__(self, module, inputs):
         self.graphs += 1
         return module.forward
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo_is_at_work():
-    """torch patches `nn.Module` when it first compiles."""
-    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
 
 
 @pytest.fixture(autouse=True)

@@ -468,12 +468,6 @@ def test_a_model_without_convolutions_never_touches_it(monkeypatch):
     assert written == []
 
 
-@pytest.fixture(scope="module")
-def dynamo_is_at_work():
-    """torch patches `nn.Module` when it first compiles."""
-    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1))
-
-
 @pytest.mark.usefixtures("dynamo_is_at_work")
 def test_inside_a_compiled_region_it_is_left_alone():
     model = optimize(nn.Conv2d(1, 1, 1)).eval()

@@ -563,6 +563,7 @@ def test_a_write_reaches_a_map_as_in_the_plain_loop(write, choice, form):
     assert step.plan["channels_last"].choice == choice
 
 
+@pytest.mark.usefixtures("dynamo_is_at_work")
 def test_compiled_parts_of_a_model_stay_compiled():
     raw = Keeps()
     raw.head.compile(backend="eager")
