@@ -78,7 +78,15 @@ class Contents:
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Is another one after a write in place, or after `tensor.data = ...`."""
-    return tensor._version, tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return tensor._version, address(tensor)
+
+
+def address(tensor: Tensor) -> int:
+    """Where its memory begins, 0 where it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, a subclass around others, a device that does not tell
+        return 0
 
 
 def _inside(value: Any) -> Callable[[], None] | None:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hotloop._call import call, finished, in_evaluation, transform_level
+from hotloop._contents import address
 from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
 from hotloop._facts import Facts, machine, traits
@@ -126,7 +127,7 @@ class ModelCall(Detour):
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
     """Is another one after a write. One that goes past the version counter (`.data`, NumPy) shows in the first word, on a CPU."""
-    place = parameter.data_ptr() if type(parameter) is nn.Parameter and parameter.layout is torch.strided else 0
+    place = address(parameter)
     on_host = place and parameter.device.type == "cpu" and parameter.element_size() >= 4
     return parameter._version, place, ctypes.c_uint32.from_address(place).value if on_host else 0
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hotloop._stepping import has_gaps
+
+# Where an optimizer that is switched to fused kernels holds what it was before. torch leaves it out of copies and pickles.
+SWITCHED = "_switched_to_fused"
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,14 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def optimizer_traits(optimizer: Optimizer, modules: Sequence[nn.Module]) -> OptimizerTraits:
     """What this optimizer of these modules is."""
     groups, kind = optimizer.param_groups, type(optimizer)
+    fused = users_fused(optimizer)
     own = {id(p) for module in modules for p in module.parameters()}
     parameters = [p for group in groups for p in group["params"]]
     return OptimizerTraits(
         kind=kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}",
-        fused=all(group.get("fused") for group in groups),
+        fused=all(fused),
         foreach=any(group.get("foreach") for group in groups),
-        chosen=any(group.get("fused") is not None or group.get("foreach") is not None for group in groups),
+        chosen=any(value is not None for value in (*fused, *(group.get("foreach") for group in groups))),
         differentiable=any(group.get("differentiable") for group in groups),
         momentum=any(group.get("momentum") for group in groups),
         dampened=any(group.get("momentum") and group.get("dampening") for group in groups),
@@ -52,6 +57,12 @@ def optimizer_traits(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Opti
         floating=all(map(is_plain, parameters)),
         outside=frozenset(p.device.type for p in parameters if id(p) not in own),
     )
+
+
+def users_fused(optimizer: Optimizer) -> list[Any]:
+    """`fused` of each group as the user has it, also where an earlier `optimize` has switched it on."""
+    before = vars(optimizer).get(SWITCHED)
+    return [group.get("fused") for group in optimizer.param_groups] if before is None else before.groups_now()
 
 
 def is_plain(parameter: torch.Tensor) -> bool:

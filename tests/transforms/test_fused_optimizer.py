@@ -291,3 +291,34 @@ def test_a_slice_of_another_tensor_is_left_to_the_plain_kernel(make):
     train_plain(plain, expected, batches(4))
     assert_close(raw, plain)
     assert torch.equal(big[:, 4:], kept[:, 4:])
+
+
+@pytest.mark.parametrize("first", [{}, {"fused": True}])
+@pytest.mark.parametrize("then", [{"exact": True}, {"fused": False}, {}])
+@pytest.mark.parametrize("users", [None, False, True])
+def test_wrapping_anew_begins_with_what_the_user_has_made(users, then, first):
+    """A cell of a notebook that runs again, this time with `exact=True`."""
+    if users is False and first:
+        first = {}  # that wish would be a contradiction
+    raw = nn.Linear(4, 4)
+    ours = Adam(raw.parameters(), fused=users)
+    optimize(raw, ours, CE, **first)
+    step = optimize(raw, ours, CE, **then).step
+    fused = ours.param_groups[0]["fused"]
+    if "exact" in then or "fused" in then:
+        assert fused is users
+        assert step.plan["fused_optimizer"].choice == "off"
+    else:
+        assert fused is (users is not False)
+    assert ours.state_dict()["param_groups"][0]["fused"] is users
+    step(torch.randn(3, 4), torch.arange(3))
+
+
+def test_what_is_switched_back_comes_back_where_optimize_fails():
+    raw = nn.Linear(4, 4)
+    ours = Adam(raw.parameters())
+    optimize(raw, ours, CE)
+    with pytest.raises(ValueError, match="backend"):
+        optimize(raw, ours, CE, exact=True, compile={"backend": "no such backend"})
+    assert ours.param_groups[0]["fused"] is True
+    assert ours.state_dict()["param_groups"][0]["fused"] is None

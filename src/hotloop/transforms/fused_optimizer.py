@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from hotloop._facts import Facts
-from hotloop._optimizer_traits import OptimizerTraits, is_plain
+from hotloop._optimizer_traits import SWITCHED, OptimizerTraits, is_plain
 from hotloop._parts import Parts
 from hotloop._plan import Decision
 from hotloop._rebind import fit_state
@@ -22,7 +22,7 @@ _KERNELS = {"Adam": ("cuda", "cpu"), "AdamW": ("cuda", "cpu"), "SGD": ("cuda", "
 def decide(facts: Facts, wish: Any) -> Decision:
     """On for Adam, AdamW, SGD and Adagrad where torch supports it for device and dtype and it pays; state is kept."""
     if wish is None or wish is False:
-        return Decision(_NAME, "off", "asked for: the optimizers stay as they are")
+        return _off("asked for: the optimizers stay as they are")
     if wish is not True and wish != "auto":
         raise ValueError(f"optimize(..., fused={wish!r}): fused is 'auto', True or False; write one of these")
     if wish is True and not facts.optimizers:
@@ -35,10 +35,10 @@ def decide(facts: Facts, wish: Any) -> Decision:
             raise ValueError(f"optimize(..., fused=True): {problem}; leave fused='auto', which switches what can be switched")
         return _decision("on", "asked for", [not o.fused for o in facts.optimizers])
     if facts.exact:
-        return Decision(_NAME, "off", "exact=True: fused kernels round differently (3e-8)")
+        return _off("exact=True: fused kernels round differently (3e-8)")
     reasons = [_impossible(o, facts) or _unwise(o, facts) for o in facts.optimizers]
     if all(reasons):
-        return Decision(_NAME, "off", "; ".join(dict.fromkeys(reasons)))
+        return _off("; ".join(dict.fromkeys(reasons)))
     names = ", ".join(dict.fromkeys(o.kind for o, reason in zip(facts.optimizers, reasons, strict=True) if not reason))
     others = "".join(f"; not for another: {reason}" for reason in dict.fromkeys(filter(None, reasons)))
     why = f"torch has a fused kernel for {names} on {facts.device.type}; rounds differently (3e-8 a step){others}"
@@ -84,6 +84,30 @@ def _unwise(optimizer: OptimizerTraits, facts: Facts) -> str:
     return ""
 
 
+def _off(why: str) -> Decision:
+    """As the user has made them: what an earlier `optimize` has switched on is switched back."""
+    undone: list[_Switch] = []
+
+    def apply(parts: Parts) -> Parts:
+        undone.extend(filter(None, map(_undo_earlier, parts.optimizers)))
+        return parts
+
+    def revert(parts: Parts) -> Parts:
+        for earlier in undone:
+            _Switch(earlier.optimizer)
+        undone.clear()
+        return parts
+
+    return Decision(_NAME, "off", why, apply, revert)
+
+
+def _undo_earlier(optimizer: Optimizer) -> _Switch | None:
+    earlier: _Switch | None = vars(optimizer).get(SWITCHED)
+    if earlier is not None:
+        earlier.undo()
+    return earlier
+
+
 def _decision(choice: str, why: str, switch: list[bool]) -> Decision:
     switched: dict[Optimizer, _Switch] = {}
 
@@ -98,8 +122,10 @@ def _decision(choice: str, why: str, switch: list[bool]) -> Decision:
 
     def apply(parts: Parts) -> Parts:
         for optimizer, wanted in zip(parts.optimizers, switch, strict=True):
-            if wanted and optimizer not in switched:
-                switched[optimizer] = _Switch(optimizer)
+            if optimizer not in switched:
+                _undo_earlier(optimizer)
+                if wanted:
+                    switched[optimizer] = _Switch(optimizer)
         return replace(parts, on_gradients=(*parts.on_gradients, watch))
 
     def revert(parts: Parts) -> Parts:
@@ -124,6 +150,7 @@ class _Switch:
         self.default = optimizer.defaults.get("fused")
         self.known = len(optimizer.param_groups)
         self.supported = optimizer.__dict__.get("_step_supports_amp_scaling")
+        vars(optimizer)[SWITCHED] = self
         _switch_on(optimizer)
         # A checkpoint holds the user's own settings; one that is loaded brings its settings along.
         self.handles = [
@@ -145,16 +172,22 @@ class _Switch:
             return f"a gradient is sparse, which {name}'s fused kernel cannot take"
         return ""
 
+    def groups_now(self) -> list[Any]:
+        """`fused` of each group without the switch; groups that were added meanwhile have the default."""
+        count = len(self.optimizer.param_groups)
+        return [*self.groups, *[self.default] * count][:count]
+
     def _as_it_was(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for i, group in enumerate(state["param_groups"]):
-            group["fused"] = self.groups[i] if i < len(self.groups) else self.default
+        for group, fused in zip(state["param_groups"], self.groups_now(), strict=True):
+            group["fused"] = fused
 
     def undo(self) -> None:
         for handle in self.handles:
             handle.remove()
         optimizer = self.optimizer
-        for i, group in enumerate(optimizer.param_groups):
-            group["fused"] = self.groups[i] if i < len(self.groups) else self.default
+        vars(optimizer).pop(SWITCHED, None)
+        for group, fused in zip(optimizer.param_groups, self.groups_now(), strict=True):
+            group["fused"] = fused
             if not group.get("capturable"):
                 _place_counters(optimizer, group, on_host=True)
         optimizer.defaults["fused"] = self.default
