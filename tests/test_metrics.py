@@ -152,11 +152,11 @@ def mean(means):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(simgpu.NAME, marks=pytest.mark.simgpu)])
 class TestMeans:
-    def add(self, means, device, values, weight=1.0, flags=(), numbers=()):
+    def add(self, means, device, values, weight=1.0, flags=(), numbers=(), **how):
         """One step with these values as tensors on the device, and `numbers` as they are."""
         tensors = [torch.tensor(v).to(device) for v in values.values()]
         reading = Reading([*tensors, *numbers, *(torch.tensor(f).to(device) for f in flags)])
-        means.add([*values, *(f"number {i}" for i in range(len(numbers)))], reading, weight)
+        means.add([*values, *(f"number {i}" for i in range(len(numbers)))], reading, weight, **how)
         return reading
 
     @pytest.mark.parametrize("steps", [1, 63, 64, 65, 200])
@@ -186,6 +186,33 @@ class TestMeans:
             self.add(means, device, {"loss": math.nan if skipped else float(i)}, flags=[flag(skipped), flag(False)])
         kept = [i for i in range(70) if i % 10 != 3]
         assert mean(means) == {"loss": sum(kept) / len(kept)}
+
+    @pytest.mark.parametrize("looked", ["never", "at the micro-batch", "at the window", "at both"])
+    def test_a_skipped_window_is_left_out_whole(self, device, looked):
+        """Its micro-batches came before anybody knew."""
+        means = Means()
+        for i in range(40):
+            skipped = i % 10 == 3
+            for last in (False, True):
+                value = math.nan if skipped else float(i)
+                reading = self.add(means, device, {"loss": value}, flags=[float(skipped)] * last, is_open=not last)
+                if looked in ("at both", "at the window" if last else "at the micro-batch"):
+                    reading.values()
+        kept = [i for i in range(40) if i % 10 != 3]
+        assert mean(means) == {"loss": sum(kept) / len(kept)}
+
+    def test_an_open_window_is_in_the_mean(self, device):
+        means = Means()
+        self.add(means, device, {"loss": 2.0}, is_open=True)
+        assert mean(means) == {"loss": 2.0}
+
+    def test_weight_zero_counts_for_nothing(self, device):
+        """As where all labels are padding, and the loss is 0 / 0."""
+        means = Means()
+        self.add(means, device, {"loss": math.nan}, 0.0)
+        self.add(means, device, {"loss": 2.0}, 3.0)
+        self.add(means, device, {"loss": math.nan}, 0.0, is_open=True)
+        assert mean(means) == {"loss": 2.0}
 
     @pytest.mark.parametrize("number", [3, True, 2.5, 1 + 2j, 2**70])
     def test_python_numbers(self, device, number):
@@ -265,7 +292,7 @@ def test_means_are_what_a_list_of_all_values_gives(steps):
     for names, value, weight, skipped in steps:
         flags = [torch.tensor(skipped)]
         means.add(sorted(names), Reading([torch.tensor(value, dtype=torch.float64)] * len(names) + flags), weight)
-        for name in [] if skipped else names:
+        for name in [] if skipped or not weight else names:
             kept.setdefault(name, []).append((value, weight))
     sums = means.sums()
     assert sums.keys() == kept.keys()

@@ -68,7 +68,7 @@ def test_what_was_open_before_is_gone():
     step = made()
     model = step._lives[0].parts.model
     state = made(accumulate=3).state_dict()
-    state["window"].update(count=0, weight=0.0, gradients={})
+    state["window"].update(count=0, weight=0.0, gradients={}, steps=[])
     step.load_state_dict(state)
     assert model.weight.grad is None
     assert step.flush() is False
@@ -129,6 +129,10 @@ BAD = {
     "text for a scale": (changed(["scaler", "scale"], "large"), r"."),
     "text for a sum": (changed(["mean", "loss"], "large"), r"mean"),
     "a sum without weight": (changed(["mean", "loss"], [1.0]), r"mean"),
+    "a step that is none": (changed(["window", "steps"], [3]), r"a step of its window"),
+    "text for a step's values": (changed(["window", "steps"], [[["loss"], ["low"], 1.0]]), r"a step of its window"),
+    "a step without a weight": (changed(["window", "steps"], [[["loss"], [1.0], None]]), r"a step of its window"),
+    "a step without a name": (changed(["window", "steps"], [[[], [1.0], 1.0]]), r"a step of its window"),
     "numbers for names": (changed(["taken_back"], [1]), r"taken back should be names"),
     "nothing for a sum": (changed(["mean", "loss"], None), r"mean"),
 }  # fmt: skip
@@ -203,3 +207,19 @@ def test_a_scheduler_that_refuses_its_state():
     with refused(step, Exception, "own words"):
         step.load_state_dict(state)
     assert [s.last_epoch for s in step._schedulers] == [1, 1]
+
+
+@pytest.mark.parametrize("close", ["flush", "step"])
+def test_an_open_window_that_is_loaded_in_float16_can_be_closed_at_once(close):
+    """Before any loss has been scaled."""
+    first, resumed = made(), made()
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fresh = optimize(model, optimizer, MSE, scheduler=StepLR(optimizer, 1, 0.9), accumulate=3, precision="fp16").step
+    fresh.load_state_dict(first.state_dict())
+    for step in (fresh, resumed):
+        assert step.flush() if close == "flush" else step(torch.ones(3, 4), torch.ones(3, 2)).updated
+    assert fresh.updates == resumed.updates == 1
+    ours, theirs = (step._lives[0].parts.model.state_dict() for step in (fresh, resumed))
+    assert differences(ours, theirs) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -87,6 +88,26 @@ def test_a_weight_of_zero_leaves_a_micro_batch_out(weights):
         step(x, y, weight=weight)
     repeated = [pair for pair, weight in zip(data, weights, strict=True) for _ in range(weight)]
     assert close(moved_by(model), gradient_of(repeated))
+
+
+def masked(output, mask):
+    """The mean over what counts: 0 / 0, and so are its gradients, where nothing does."""
+    return (output.square().mean(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("weights", [(2, 0, 3), (0, 2, 3), (2, 3, 0), (0, 0, 3)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_weight_of_zero_counts_for_nothing_also_where_its_gradient_is_not_finite(precision, weights):
+    """A batch of padding alone."""
+    data = [(x, torch.full((4,), float(weight > 0))) for (x, _), weight in zip(batches(4, 4, 4), weights, strict=True)]
+    model, step = made(masked, accumulate=3, precision=precision)
+    for (x, mask), weight in zip(data, weights, strict=True):
+        metrics = step(x, mask, weight=weight)
+    repeated = [pair for pair, weight in zip(data, weights, strict=True) for _ in range(weight)]
+    assert close(moved_by(model), gradient_of(repeated, masked), 1e-6 if precision == "fp32" else 1e-2)
+    assert metrics.updated
+    assert not metrics.skipped
+    assert math.isfinite(step.mean()["loss"])
 
 
 def test_a_window_of_weights_zero_changes_nothing():

@@ -48,8 +48,7 @@ class DistributedStep(Step):
         self._exchange.switch(self._window.count == self._window.size - 1)
 
     def _backward(self, loss: Tensor, weight: float) -> None:
-        window = self._window
-        if not self._closure and window.count < window.size - 1:
+        if not self._communicates():
             super()._backward(loss, weight)
             return
         try:
@@ -64,6 +63,9 @@ class DistributedStep(Step):
         except RuntimeError as error:
             explain_lost(error)
             raise
+
+    def _communicates(self) -> bool:
+        return self._closure or self._window.count >= self._window.size - 1
 
     def _exchanged(self, loss: Tensor, weight: float) -> None:
         window = self._window

@@ -46,8 +46,11 @@ class Memory:
 
 def of(memory: Memory) -> dict[str, Any]:
     """The state as plain data and tensors."""
-    window, ledger = memory.window, memory.ledger
+    window, ledger, means = memory.window, memory.ledger, memory.means
     ledger.settle()
+    steps = means.open_steps() if window.count else []
+    sums = means.sums()
+    means.restore(sums, steps)
     gradients = {}
     if window.is_open:
         gradients = {name: p.grad.detach().clone() for name, p in memory.parameters().items() if p.grad is not None}
@@ -65,8 +68,9 @@ def of(memory: Memory) -> dict[str, Any]:
             "weight": window.weight,
             "reference": window.reference,
             "gradients": gradients,
+            "steps": steps,
         },
-        "mean": memory.means.sums(),
+        "mean": sums,
         "taken_back": list(memory.taken_back),
     }
 
@@ -93,8 +97,9 @@ def load(memory: Memory, state: dict[str, Any]) -> None:
     window.drop()
     for name, gradient in gradients.items():
         parameters[name].grad = gradient
+        memory.scaler.scale(gradient.new_zeros(()))  # it makes its scale at the first use, and `flush` may come before
     window.count, window.extra = saved["count"], saved["extra"]
     window.weight, window.reference = saved["weight"], saved["reference"]
     window.watch()
     memory.ledger.restore(state["updates"], state["skipped"], state["running_skips"])
-    memory.means.restore(state["mean"])
+    memory.means.restore(state["mean"], saved["steps"])

@@ -130,7 +130,12 @@ def _check_window(window: dict[str, Any], size: int, parameters: Mapping[str, Te
             _refuse(
                 f"its gradient of {name!r} is {gradient.dtype} on {gradient.device}, and the parameter {parameters[name].dtype}"
             )
-    if window["count"] == 0 and (window["weight"] or (window["gradients"] and not window["extra"])):
+    for step in window["steps"]:
+        names, values, weight = step if isinstance(step, list) and len(step) == 3 else ([], None, None)
+        fits = isinstance(names, list) and isinstance(values, list) and len(names) == len(values) and _is_real(weight)
+        if not (fits and all(isinstance(value, complex | bool) or _is_real(value) for value in values or ())):
+            _refuse("a step of its window is not [names, values, weight]")
+    if window["count"] == 0 and (window["steps"] or window["weight"] or (window["gradients"] and not window["extra"])):
         _refuse("there is something in a window that is not open")
 
 

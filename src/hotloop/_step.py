@@ -124,7 +124,15 @@ class Step(Progress):
             loss = loss * share
         if self._window.size != 1:
             loss = loss / self._window.size
-        self._run_backward(loss)
+        if weight == 0 and not self._communicates():
+            with self._window.apart():
+                self._run_backward(loss)
+        else:
+            self._run_backward(loss)
+
+    def _communicates(self) -> bool:
+        """Whether the next backward exchanges gradients with other processes."""
+        return False
 
     def _run_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         scaler = self._live.parts.scaler
@@ -171,7 +179,7 @@ class Step(Progress):
         reading = Reading(values)
         if flags is not None:
             self._ledger.add(reading, len(flags))
-        self._means.add(names, reading, weight)
+        self._means.add(names, reading, weight, is_open=flags is None and self.scaler.is_enabled())
         return Metrics(names, reading, updated=flags is not None, output=output)
 
     def _train_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any], weight: float) -> Metrics:

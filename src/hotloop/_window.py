@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -80,6 +82,19 @@ class Window:
             rescale(1 / power)
             share = weight / self.reference
         return share
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """For a backward whose gradients count for nothing, be they finite or not: it leaves zeros where there was none."""
+        trained = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters = {id(p): p for p in (*trained, *(p for model in self.models for p in model.parameters()))}
+        before = [(p, p.grad) for p in parameters.values()]
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+        for parameter, gradient in before:
+            if gradient is not None or parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad) if gradient is None else gradient
 
     def add(self, weight: float) -> bool:
         """A micro-batch's gradient is in; tells whether the window is full."""
