@@ -419,3 +419,33 @@ def test_a_copy_of_a_model_takes_its_own_choices_back():
     raw.eval()
     step(X, Y)
     assert raw.kept.dtype is torch.float32
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_buffers_that_came_in_the_place_of_others_count_once(replaced):
+    class Late(Net):
+        failing = False
+
+        def prepare(self):
+            self.norm = nn.BatchNorm1d(WIDE)
+
+        def act(self, x, h):
+            self.norm(h)
+
+        def refuse(self, h):
+            if self.failing:
+                super().refuse(h)
+
+    plain, raw = Late(), Late()
+    _, step = made(raw)
+    for failing in (False, False, True):
+        for name, buffer in list(raw.norm.named_buffers()) if replaced else ():
+            setattr(raw.norm, name, buffer.clone())
+        raw.failing = failing
+        plain(X)
+        step(X, Y)
+        for name in ("first", "second"):
+            getattr(raw, name).load_state_dict(getattr(plain, name).state_dict())
+    assert step.plan["precision"].choice == "fp32"
+    assert raw.norm.num_batches_tracked == 3
+    torch.testing.assert_close(raw.norm.running_mean, plain.norm.running_mean, rtol=0.05, atol=0.01)

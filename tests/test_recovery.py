@@ -25,7 +25,11 @@ from observing import Operators, Uncast, in_threads
 from parity.twins import differences, plain_loop, snapshot
 
 WIDE = 512  # layers from here on are worth 16-bit units
-MSE = nn.MSELoss()
+
+
+def MSE(output, target):  # noqa: N802 - a loss of the user's own, in which nobody sees a regression
+    return nn.functional.mse_loss(output, target)
+
 
 # RMSprop has no fused kernels, so that precision is the only choice that could round. On the CPU, also beside an accelerator.
 optimize = partial(hotloop.optimize, device="cpu")

@@ -52,6 +52,8 @@ class Traits:
     devices: frozenset[torch.device]
     spread: bool  # one of the models has parameters on an accelerator and elsewhere
     floats: frozenset[torch.dtype]  # dtypes of the floating parameters
+    half_trained: bool  # a float16 parameter wants gradients
+    lazy: bool  # some parameters have no size yet
     convolutions: frozenset[int]  # their spatial dimensions
     deep: int  # how many 2-D convolutions have at least NARROW input channels
     widest: int  # the output channels of the widest 2-D convolution
@@ -85,6 +87,7 @@ class Facts:
     sixteen_bit: bool = False  # the precision that has been decided
     exact: bool = False
     scaler: torch.amp.GradScaler | None = None
+    regression: str = ""  # the name of a loss that measures how far predictions are off
     closure: bool = False  # an optimizer that evaluates the loss again, such as LBFGS
     world: World | None = None  # the processes around this one
 
@@ -129,6 +132,8 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         devices=frozenset(t.device for t in tensors),
         spread=any(_is_spread(module) for module in modules),
         floats=frozenset(p.dtype for p in parameters if p.is_floating_point()),
+        half_trained=any(p.dtype is torch.float16 and p.requires_grad for p in parameters),
+        lazy=len(known) < len(parameters),
         deep=sum(c.in_channels >= NARROW for c in images),
         widest=max((c.out_channels for c in images), default=0),
         max_pools=sum(isinstance(part, nn.MaxPool2d) for part in parts),

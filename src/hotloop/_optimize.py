@@ -15,6 +15,7 @@ from hotloop._build import build, remarks
 from hotloop._distributed_step import DistributedStep
 from hotloop._facts import Facts, machine, traits
 from hotloop._forms import as_number
+from hotloop._losses import regression
 from hotloop._optimized import Optimized
 from hotloop._optimizer_traits import needs_closure, optimizer_traits
 from hotloop._parts import Live
@@ -211,6 +212,7 @@ def optimize(
         optimizers=tuple(optimizer_traits(o, modules) for o in optimizers),
         exact=exact,
         scaler=scaler,
+        regression=regression(loss_fn),
         closure=closure,
         world=None if distributed in (False, None) else world_around(),
     )

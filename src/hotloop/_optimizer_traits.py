@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hotloop._stepping import has_gaps
@@ -29,6 +30,8 @@ class OptimizerTraits:
     momentum: bool
     dampened: bool
     tensor_lr: bool
+    half: bool  # some parameter is float16
+    lazy: bool  # some parameters have no size yet
     floating: bool  # all parameters are plain floating tensors, each with memory of its own without gaps
     outside: frozenset[str]  # device types of parameters that belong to no model
 
@@ -54,6 +57,8 @@ def optimizer_traits(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Opti
         momentum=any(group.get("momentum") for group in groups),
         dampened=any(group.get("momentum") and group.get("dampening") for group in groups),
         tensor_lr=any(isinstance(group.get("lr"), torch.Tensor) for group in groups),
+        half=any(p.dtype is torch.float16 for p in parameters),
+        lazy=any(map(is_lazy, parameters)),
         floating=all(map(is_plain, parameters)),
         outside=frozenset(p.device.type for p in parameters if id(p) not in own),
     )

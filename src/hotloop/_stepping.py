@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim
 
@@ -139,6 +140,8 @@ class Stepping:
                 continue
             for parameter in group["params"]:
                 gradient = parameter.grad
+                if gradient is None and is_lazy(parameter):  # no batch has reached it by now
+                    continue
                 # These questions cost less than shapes and strides do.
                 if parameter.is_contiguous():
                     layouts.append(parameter.numel())
@@ -185,7 +188,7 @@ class Stepping:
         fit_state(optimizer)
 
     def _fused(self) -> Iterator[Tensor]:
-        return (p for group in self._optimizer.param_groups if group.get("fused") for p in group["params"])
+        return (p for group in self._optimizer.param_groups if group.get("fused") for p in group["params"] if not is_lazy(p))
 
 
 def has_gaps(tensor: Tensor) -> bool:

@@ -31,20 +31,25 @@ class Proven:
 
     A buffer's version tells that it was changed, but not of the statistics that a normalisation's kernel writes: BatchNorm
     counts its batches in another buffer, so that a module's buffers are taken together; InstanceNorm does not, and has its copied.
+    Buffers are held by their places, since a state may be loaded in the place of them.
     """
 
     cells: list[Cell]
     sources: list[Source]
-    seen: list[Tensor]
-    owners: list[int]
-    unseen: list[Tensor]
+    seen: list[tuple[Cell, int]]  # and the module that they belong to
+    unseen: list[Cell]
 
     def versions(self) -> list[int]:
-        return [b._version for b in self.seen]
+        return [_version(kept.get(name)) for (kept, name), _ in self.seen]
 
     def changed_since(self, versions: list[int]) -> list[Tensor]:
-        touched = {owner for b, owner, version in zip(self.seen, self.owners, versions, strict=True) if b._version != version}
-        return [b for b, owner in zip(self.seen, self.owners, strict=True) if owner in touched]
+        now = self.versions()
+        touched = {owner for (_, owner), before, after in zip(self.seen, versions, now, strict=True) if before != after}
+        return [kept[name] for (kept, name), owner in self.seen if owner in touched and kept.get(name) is not None]
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None else buffer._version
 
 
 class Snapshot:
@@ -74,7 +79,8 @@ class Snapshot:
             self._contents = Contents(self._parts, self._held, buffers)
         else:
             cells = [(kept, name) for kept, name in proven.cells if name in kept]
-            sources, buffers = proven.sources, proven.unseen
+            sources = proven.sources
+            buffers = [kept[name] for kept, name in proven.unseen if kept.get(name) is not None]
             self._versions = proven.versions()
         self._cells = [(kept, name, kept[name]) for kept, name in cells]
         self._sources = [(read, put, read()) for read, put in sources]
@@ -89,15 +95,15 @@ class Snapshot:
         # A tensor among the attributes may be a feature map: kept for another run it would stay in memory.
         cells = [(kept, name) for kept, name in moved if id(kept) in own_buffers or type(kept[name]) in _NUMBERS]
         sources = [(read, put) for read, put, state in self._sources if pickle.dumps(read()) != pickle.dumps(state)]
-        replaced = {id(kept[name]) for kept, name in cells}
-        made = Proven(cells, sources, [], [], [])
+        replaced = {(id(kept), name) for kept, name in cells}
+        made = Proven(cells, sources, [], [])
         for i, part in enumerate(self._parts):
-            own = [b for b in part._buffers.values() if b is not None and _has_values(b) and id(b) not in replaced]
+            own = [(part._buffers, name) for name, b in part._buffers.items() if b is not None and _has_values(b)]
+            own = [(kept, name) for kept, name in own if (id(kept), name) not in replaced]
             if isinstance(part, nn.modules.instancenorm._InstanceNorm):
                 made.unseen.extend(own)
             else:
-                made.seen.extend(own)
-                made.owners.extend([i] * len(own))
+                made.seen.extend((cell, i) for cell in own)
         return made
 
     def kept(self) -> list[Kept]:

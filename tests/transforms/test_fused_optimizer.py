@@ -322,3 +322,24 @@ def test_what_is_switched_back_comes_back_where_optimize_fails():
         optimize(raw, ours, CE, exact=True, compile={"backend": "no such backend"})
     assert ours.param_groups[0]["fused"] is True
     assert ours.state_dict()["param_groups"][0]["fused"] is None
+
+
+class Heads(nn.Module):
+    """Of which a batch reaches one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.LazyLinear(8), nn.ModuleList(nn.LazyLinear(3) for _ in range(2))
+
+    def forward(self, x, task):
+        return self.heads[task](self.body(x))
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_lazy_layers_that_no_batch_has_reached(fused):
+    raw = Heads()
+    ours = Adam(raw.parameters(), fused=fused)
+    step = optimize(raw, ours, CE, device="cpu").step
+    assert fused or "lazy" in step.plan["fused_optimizer"].why
+    for task in (0, 0, 1):
+        assert step(torch.ones(4, 5), task, torch.arange(4) % 3).updated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def test_a_call_runs_in_16_bits_when_its_layers_see_enough_rows(layers, enough, 
 @pytest.mark.usefixtures("amx")
 def test_a_step_in_16_bits_by_rows_trains_as_a_call_does():
     raw = Narrow()
-    _, step = training(raw, nn.MSELoss())
+    _, step = training(raw, lambda output, y: F.mse_loss(output, y))
     for rows, expected in [(600, torch.bfloat16), (8, torch.float32)]:
         x, y = torch.ones(rows, 128), torch.zeros(rows, 128)
         plain = F.mse_loss(raw(x), y).item()
@@ -451,3 +452,74 @@ def test_checkpointing_under_an_automatic_choice(amx):
     step(F.cross_entropy(output, Y))
     assert step.plan["precision"].choice == "bf16"
     assert raw[0].weight.grad is not None
+
+
+REGRESSIONS = [
+    nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+    partial(F.mse_loss, reduction="sum"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", REGRESSIONS, ids=str)
+def test_predictions_of_a_regression_are_not_rounded_without_a_word(amx, loss_fn):
+    """Temperatures around 300 would be told apart in steps of 2."""
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    raw[1].bias.data.fill_(300.0)
+    model, step = training(raw, loss_fn)
+    step(X, torch.full((ROWS, 1), 300.0))
+    assert len(model.eval()(X).unique()) == ROWS
+    plan = step.plan["precision"]
+    assert plan.choice == "fp32"
+    assert plan.why.startswith(("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "mse", "l1", "smooth", "huber"))
+    assert "precision='bf16'" in plan.why
+    assert training(raw, loss_fn, precision="bf16").step.plan["precision"].choice == "bf16"
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(), F.cross_entropy, lambda output, y: F.mse_loss(output, y), None], ids=str
+)
+def test_other_losses_follow_the_hardware(amx, loss_fn):
+    assert training(net(), loss_fn).step.plan["precision"].choice == "bf16"
+
+
+def test_where_there_are_no_units_the_plan_says_that():
+    raw = nn.Sequential(nn.Linear(2, 2))
+    assert "MSELoss" not in training(raw, nn.MSELoss(), device="cpu").step.plan["precision"].why
+
+
+def test_lazy_layers_are_not_called_small(amx):
+    raw = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH))
+    plan = training(raw).step.plan
+    assert "lazy" in plan["precision"].why
+    assert "small" not in plan["precision"].why
+
+
+class Adapted(nn.Module):
+    """Float32 adapters on a frozen float16 backbone."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, 2).half().requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+def test_frozen_float16_parameters_need_no_unscaling():
+    raw = Adapted()
+    step = optimize(
+        raw, torch.optim.SGD(raw.adapter.parameters(), lr=0.1), F.cross_entropy, precision="fp16", device="cpu"
+    ).step
+    assert step(X, Y).updated
+
+
+@pytest.mark.parametrize("place", ["model", "optimizer"])
+def test_float16_parameters_that_train_are_refused(place):
+    raw = Adapted()
+    extra = nn.Parameter(torch.ones((), dtype=torch.float16))
+    trained = list(raw.parameters()) if place == "model" else [*raw.adapter.parameters(), extra]
+    raw.base.requires_grad_(place == "model")
+    with pytest.raises(ValueError, match="float16 parameters to train"):
+        optimize(raw, torch.optim.SGD(trained, lr=0.1), F.cross_entropy, precision="fp16", device="cpu")

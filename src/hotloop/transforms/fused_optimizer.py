@@ -66,6 +66,8 @@ def _impossible(optimizer: OptimizerTraits, facts: Facts) -> str:
         return f"{kind} was made with foreach=True, which excludes fused=True"
     if optimizer.differentiable:
         return f"{kind} was made with differentiable=True, which excludes fused=True"
+    if optimizer.lazy:
+        return f"{kind} has lazy parameters, whose sizes are not known yet"
     if not optimizer.floating:
         return f"{kind} has parameters that are not plain floating tensors, or are slices of others"
     if optimizer.dampened:

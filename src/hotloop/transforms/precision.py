@@ -33,7 +33,13 @@ def decide(facts: Facts, wish: Precision) -> Decision:
             "write precision='fp16', or leave scaler away"
         )
     if wish == "auto":
-        return _automatic(facts)
+        found = _automatic(facts)
+        if found.choice not in ("bf16", "fp16") or not facts.regression:
+            return found
+        why = (
+            f"{facts.regression} measures how far predictions are off, which 16-bit kernels round as well (relative error 4e-3)"
+        )
+        return _decision(facts, "fp32", f"{why}; precision='bf16' asks for them")
     return _checked(facts, wish, "asked for")
 
 
@@ -41,7 +47,12 @@ def trial(facts: Facts) -> Decision | None:
     """What tuning may try where the wish is "auto": bfloat16 where there are units for it."""
     machine, device = facts.machine, facts.device.type
     units = machine.cpu_16bit if device == "cpu" else machine.accelerator_bf16 if device == "cuda" else ""
-    if not units or facts.traits.floats != {torch.float32} or (facts.scaler is not None and facts.scaler.is_enabled()):
+    if (
+        not units
+        or facts.regression
+        or facts.traits.floats != {torch.float32}
+        or (facts.scaler is not None and facts.scaler.is_enabled())
+    ):
         return None
     return _decision(facts, "bf16", "rounds to 8 bits (relative error 4e-3)")
 
@@ -74,6 +85,8 @@ def _automatic(facts: Facts) -> Decision:
     if traits.recurrent:
         return _decision(facts, "fp32", f"the model has an RNN or a GRU, which {units} slow down")
     if max(traits.wide, traits.fairly_wide) < 0.5:
+        if traits.lazy:
+            return _decision(facts, "fp32", f"the sizes of lazy layers are not known yet, and {units} pay for wide ones")
         return _decision(facts, "fp32", f"the layers are too small for {units} to pay")
     if traits.wide >= 0.5 and traits.convolutions:
         return _decision(facts, "bf16", f"{units}; rounds to 8 bits (relative error 4e-3)")
@@ -93,9 +106,9 @@ def _checked(facts: Facts, choice: str, why: str) -> Decision:
             f"{call} with an optimizer that takes a closure: a gradient scaler cannot skip inside a closure; "
             "write precision='bf16' or 'fp32'"
         )
-    if choice == "fp16" and torch.float16 in facts.traits.floats:
+    if choice == "fp16" and (facts.traits.half_trained or any(o.half for o in facts.optimizers)):
         raise ValueError(
-            f"{call}: the model has float16 parameters, whose gradients cannot be unscaled; keep them in float32 "
+            f"{call}: there are float16 parameters to train, whose gradients cannot be unscaled; keep them in float32 "
             "(model.float()), autocast runs the kernels in float16 all the same"
         )
     if choice == "fp32" or facts.device.type != "cpu":
