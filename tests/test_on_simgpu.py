@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import simgpu
-from hotloop import optimize
+from hotloop import _device, fast_eval, optimize
+from hotloop._reading import copies_without_blocking
 
 pytestmark = pytest.mark.simgpu
 
@@ -297,6 +299,88 @@ def test_values_that_arrive_late_are_those_of_their_step(precision):
             torch.manual_seed(seed)
             kept.append(step(X, Y))
         assert [m["loss"] for m in reversed(kept)] == plain[::-1]
+
+
+@pytest.mark.parametrize("wish", [None, "default", "context"])
+def test_with_the_accelerator_as_default_device_nothing_waits(wish, request):
+    """`torch.set_default_device`: pinned memory, and what is made on the way to the device, is the host's all the same."""
+    around = torch.device(DEVICE) if wish == "context" else nullcontext()
+    if wish == "default":
+        torch.set_default_device(DEVICE)
+    copies_without_blocking.cache_clear()
+    request.addfinalizer(copies_without_blocking.cache_clear)
+    try:
+        with around:
+            _, step, *_ = training(metrics={"one": lambda output, target: 1})
+            step(X, Y)
+            with simgpu.asynchronous():
+                simgpu.counts.clear()
+                kept = [step(X, Y) for _ in range(70)]  # longer than what waits to be summed
+                assert simgpu.host_waits() == 0
+            assert all(m["loss"] > 0 for m in kept)
+            assert step.mean()["loss"] > 0
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_device_without_float64(monkeypatch, request):
+    """As many of Intel's GPUs: a kernel raises, and only there it shows."""
+    to_copy = simgpu._HANDLERS[simgpu.aten._to_copy.default]
+
+    def without_float64(*args, dtype=None, **kwargs):
+        if dtype == torch.float64:
+            raise RuntimeError("Required aspect fp64 is not supported on the device")
+        return to_copy(*args, dtype=dtype, **kwargs)
+
+    monkeypatch.setitem(simgpu._HANDLERS, simgpu.aten._to_copy.default, without_float64)
+    _device._has_float64.cache_clear()
+    request.addfinalizer(_device._has_float64.cache_clear)
+    _, step, *_ = training(
+        metrics={"hits": lambda output, y: (output.argmax(1) == y).sum(), "big": lambda o, y: y.sum() + 2**53}
+    )
+    kept = [step(X, Y) for _ in range(70)]  # longer than what waits to be summed
+    assert {m["big"] for m in kept} == {2**53 + 3}
+    assert step.mean()["loss"] == pytest.approx(sum(m["loss"] for m in kept) / 70)
+
+
+@pytest.mark.parametrize("way", ["step", "call", "eval", "fast_eval"])
+def test_pinned_memory_may_be_refilled_after_a_call(way):
+    """The device reads it late: what it gets must be what the memory held at the call."""
+    got = []
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            got.append(x)
+            return super().forward(x)
+
+    net = Keeps(4, 2)
+    model, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    buffer, target = torch.zeros(5, 4).pin_memory(), Y.to(DEVICE)
+    ways = {
+        "step": lambda x: step(x, target),
+        "call": model,
+        "eval": model,
+        "fast_eval": fast_eval(lambda x, net=model: net(x)),
+    }
+    model.train(way != "eval")
+    with simgpu.asynchronous():
+        simgpu.counts.clear()
+        for i in range(3):
+            ways[way](buffer.fill_(float(i)))
+        assert simgpu.host_waits() == 0
+        buffer.fill_(9.0)
+    assert [x.mean().item() for x in got] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("view", [torch.t, lambda x: x[:, 1:], lambda x: x[:1].expand(3, 4), nn.Parameter])
+def test_pinned_memory_of_any_layout_arrives(view):
+    x = view(torch.arange(16.0).reshape(4, 4).pin_memory())
+    model = optimize(nn.Identity(), device=DEVICE)
+    with simgpu.asynchronous():
+        arrived = model(x)
+        with torch.no_grad():
+            x.fill_(9.0)
+    assert torch.equal(arrived.cpu(), view(torch.arange(16.0).reshape(4, 4)))
 
 
 def test_an_eval_call_copies_its_input_and_waits_for_nothing():

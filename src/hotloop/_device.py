@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ def usable(device: Any, call: str) -> torch.device:
         ) from None
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """The widest float of a device. It holds every value that is no 64-bit integer, where the device has float64."""
+    return torch.float64 if _has_float64(device.type) else torch.float32
+
+
+@functools.cache
+def _has_float64(device_type: str) -> bool:
+    # Apple's GPUs have none, nor have many of Intel's; only a kernel tells.
+    try:
+        torch.ones(1, device=device_type).to(torch.float64)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from hotloop._reading import Reading, join, wide
+from hotloop._device import wide
+from hotloop._reading import Reading, join
 
 # So many steps are summed by one set of operators: a sum for each step would cost operators in every step.
 _CHUNK = 64
@@ -208,8 +209,8 @@ def _weighted_sums(rows: list[tuple[Reading, float]], flags: int) -> Tensor:
         block = torch.stack(packs).reshape(len(packs), -1).to(wide(device))
         host = [[*_host_words(reading), 1.0] for reading, _ in rows]
         # Copies to the device from a temporary do not wait for it.
-        known = torch.tensor(host, dtype=block.dtype).to(device, non_blocking=True)
-        weights = torch.tensor([[w] for _, w in rows], dtype=block.dtype).to(device, non_blocking=True)
+        known = torch.tensor(host, dtype=block.dtype, device="cpu").to(device, non_blocking=True)
+        weights = torch.tensor([[w] for _, w in rows], dtype=block.dtype, device="cpu").to(device, non_blocking=True)
         words = torch.cat([block, known], dim=1)
         if flags:  # the flags are the last words on the device; a skipped step may hold nan
             skipped = block[:, -flags:].any(dim=1, keepdim=True)

@@ -119,12 +119,33 @@ def move(value: T, device: torch.device) -> T:
     What is there already is returned as it is, without a copy. Copies to an accelerator do not block the host; copies to
     the host always do, since they would be read before they are complete.
     """
-    non_blocking = device.type != "cpu"
 
     def on_tensor(tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
+        return tensor if tensor.device == device else move_tensor(tensor, device)
 
     return map_leaves(on_tensor, value, lambda thing: thing.to(device))
+
+
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device. It has been read when this returns: the user may write to it at once.
+
+    A device reads pinned memory only when it gets there. So the user's is copied to a pinned block that nobody writes to, and
+    that torch keeps until it has been read. Of memory that is not pinned torch itself makes such a copy.
+    """
+    if device.type == "cpu":
+        return tensor.to(device)
+    if _is_pinned(tensor):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor.to(device)
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_pinned()
+    except RuntimeError:  # `torch.vmap` cannot ask
+        return False
 
 
 def move_call(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
