@@ -24,7 +24,7 @@ def decide(facts: Facts, wish: Device) -> Decision:
     device, why = resolve(facts, wish)
     if wish == "auto" and facts.traits.spread:
         why = f"the model is spread over {', '.join(sorted(map(str, facts.traits.devices)))}"
-        return Decision("placement", "as it is", why, partial(_at, device))
+        return Decision("placement", "as it is", why, partial(_at, device, spread=facts.traits.devices))
     return _on(device, why)
 
 
@@ -53,8 +53,8 @@ def _of_its_own(kind: str, world: World) -> torch.device:
     return torch.device(kind, world.local_rank if count > 1 else 0)
 
 
-def _at(device: torch.device, parts: Parts) -> Parts:
-    return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
+def _at(device: torch.device, parts: Parts, spread: frozenset[torch.device] = frozenset()) -> Parts:
+    return replace(parts, device=device, spread=spread, autocast=replace(parts.autocast, device_type=device.type))
 
 
 def _on(device: torch.device, why: str) -> Decision:
