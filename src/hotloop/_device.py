@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ import torch
 def accelerator() -> torch.device | None:
     """The accelerator of this machine, if it has one. (Where it has none, torch 2.6 raises when it is asked for it.)"""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def of_this_process(current: torch.device) -> torch.device:
+    """The accelerator of a process that trains alone: the current one, or where nobody has chosen that, the one of `LOCAL_RANK`.
+
+    A launcher starts a process for each accelerator, and only optimizers that train together make it the current one.
+    """
+    local = os.environ.get("LOCAL_RANK", "")
+    if current.index == 0 and local.isdigit() and int(local) < torch.accelerator.device_count():
+        return torch.device(current.type, int(local))
+    return current
 
 
 def usable(device: Any, call: str) -> torch.device:

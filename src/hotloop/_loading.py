@@ -13,7 +13,7 @@ import wrapt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from hotloop._device import accelerator, usable
+from hotloop._device import accelerator, of_this_process, usable
 from hotloop._in_memory import whole_batches
 from hotloop._parts import live_of
 from hotloop._shares import loading_world, sharded
@@ -211,5 +211,5 @@ def _checked_target(device: Any) -> Any:
             "prefetch(loader, model)"
         )
     if device == "auto":
-        device = accelerator() or "cpu"
+        return of_this_process(usable(accelerator() or "cpu", "prefetch(loader)"))
     return usable(device, f"prefetch(loader, {device!r})")
