@@ -10,7 +10,8 @@ optimizers, convolutions, recurrent and attention layers, `deepcopy` and `torch.
     event.record, event.query, event.synchronize, stream.wait, stream.synchronize, device.synchronize
 
 and `host_waits()` adds up everything that makes a host wait for its device. Inside `asynchronous()` a copy into pinned memory
-arrives only once an event that was recorded after it, or the device, is waited for; until then the memory holds garbage.
+arrives only once an event that was recorded after it, or the device, is waited for; until then the memory holds garbage. A copy
+out of pinned memory that does not block brings what that memory holds when the device is waited for.
 
 The device becomes the current accelerator of the whole process, and torch allows no way back. So importing this file changes
 nothing, and tests that need the device carry `@pytest.mark.simgpu`: `simgpu_process` runs them in a process of their own.
@@ -53,6 +54,7 @@ def host_waits() -> int:
 
 _pinned: WeakSet[Any] = WeakSet()  # storages
 _in_flight: list[tuple[int, Callable[[], object]]] = []
+_read_late: list[tuple[Tensor, Tensor, Tensor]] = []  # pinned memory, what it held when its copy was issued, where to
 _issued = 0
 _delayed = False
 
@@ -76,6 +78,10 @@ def in_flight() -> int:
 
 def arrive(until: int | None = None) -> None:
     """Let the copies issued so far, or the first `until` of the process, arrive: the device has got there."""
+    for source, values, target in _read_late:
+        if not torch.equal(source, values):
+            target.copy_(source)
+    _read_late.clear()
     while _in_flight and (until is None or _in_flight[0][0] <= until):
         _in_flight.pop(0)[1]()
 
@@ -236,6 +242,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     elif isinstance(target, DeviceTensor):
         _count_copy("h2d", non_blocking)
         target.host.copy_(source)
+        if _delayed and non_blocking and source.is_pinned():
+            _read_late.append((source.detach(), source.detach().clone(), target.host))
     elif isinstance(source, DeviceTensor):
         asynchronous_copy = non_blocking and target.is_pinned()
         _count_copy("d2h", asynchronous_copy)
@@ -256,7 +264,8 @@ def _count_copy(kind: str, non_blocking: bool) -> None:
 def _to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, dtype: Any = None, **kwargs: Any) -> Tensor:
     if device is None or torch.device(device).type == NAME:
         return _run(aten._to_copy.default, source, dtype=dtype, **kwargs)
-    host = torch.empty(source.shape, dtype=dtype or source.dtype, pin_memory=non_blocking)  # pinned: as CUDA does it
+    # Pinned: as CUDA does it.
+    host = torch.empty(source.shape, dtype=dtype or source.dtype, device="cpu", pin_memory=non_blocking)
     return _copy(host, source, non_blocking)
 
 
@@ -297,7 +306,9 @@ def register() -> None:
     """Make the device known to torch, for the rest of the process."""
     if registered():
         return
-    from torch.utils import backend_registration
+    from torch.utils import _device, backend_registration
+
+    _device._device_constructors()  # which a default device changes: torch keeps the list, and shall keep its own functions
 
     class Backend(backend_registration._DummyBackendModule):
         Event, Stream, synchronize = _Event, _Stream, staticmethod(_synchronize)
@@ -376,6 +387,8 @@ def _replace_host_functions() -> None:
         @functools.wraps(factory)
         def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             tensor = factory(*args, **kwargs)
+            if pin_memory and _on_device(tensor):
+                raise RuntimeError("Only dense CPU tensors can be pinned")
             return pin(tensor) if pin_memory else tensor
 
         return made

@@ -101,7 +101,7 @@ def test_the_flag_is_turned_on_when_the_variant_says(when: str, expected: list[b
 
 def test_all_loops_do_the_same_and_read_as_often_as_they_say() -> None:
     made = reading.variants(SMALL, steps=2)
-    reading.run_once(made, "small")
+    reading.run_once(made, SMALL)
     never = counted(made["plain, never"].run, 2)["reads"]
     reads = {name: counted(loop.run, 2)["reads"] - never for name, loop in made.items() if name.startswith("plain")}
     assert reads == {"plain, never": 0, "plain, every 50": 0.5, "plain, every step": 1}
@@ -111,4 +111,41 @@ def test_loops_that_have_done_other_steps_are_not_timed() -> None:
     made = reading.variants(SMALL, steps=2)
     made["hotloop, never"].run()
     with pytest.raises(AssertionError, match="small, hotloop, never: the weights differ"):
-        reading.run_once(made, "small")
+        reading.run_once(made, SMALL)
+
+
+def learned(steps: int = 2, noise: float = 0.0) -> dict[str, Tensor]:
+    """What Adam makes of gradients that differ as much as another order of summation lets them."""
+    model, optimizer, loss_fn = SMALL.make()
+    generator = torch.Generator().manual_seed(7)
+    for x, y in SMALL.some()[:steps]:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        for p in model.parameters():
+            p.grad += noise * p.grad.abs().max() * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def learning(**how: Any) -> loops.Loop:
+    model = SMALL.make()[0]
+    return loops.Loop(lambda: model.load_state_dict(learned(**how)), model)
+
+
+@pytest.fixture
+def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may add in another order in each run."""
+    monkeypatch.setattr(reading, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(reading, "batches", lambda workload: iter(workload.some()))
+
+
+@pytest.mark.usefixtures("on_an_accelerator")
+def test_on_an_accelerator_loops_that_differ_by_rounding_are_timed() -> None:
+    reading.run_once({"plain, never": learning(), "hotloop, never": learning(noise=1e-5)}, SMALL)
+
+
+@pytest.mark.usefixtures("on_an_accelerator")
+@pytest.mark.parametrize("other", [{"steps": 0}, {"steps": 1}, {"noise": 1.0}], ids=str)
+def test_on_an_accelerator_loops_that_have_learned_something_else_are_not_timed(other: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="small, hotloop, never: losses after the same steps"):
+        reading.run_once({"plain, never": learning(), "hotloop, never": learning(**other)}, SMALL)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop import _facts
+from hotloop import _facts, optimize
 from hotloop._facts import Facts, machine, traits
 from hotloop._optimizer_traits import needs_closure
 from observing import Operators
@@ -21,6 +21,22 @@ def test_the_machine_without_an_accelerator():
     assert found.accelerator is None
     assert found.accelerator_name == ""
     assert not found.accelerator_bf16
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")], ids=repr)
+def test_a_model_that_stays_on_the_cpu_does_not_initialise_cuda(monkeypatch, device):
+    """Workers that are forked later could not use it any more."""
+
+    def refuse(*_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(_facts, "accelerator", lambda: torch.device("cuda"))
+    for name in ("_lazy_init", "get_device_name", "get_device_properties", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    net = nn.Linear(2, 2)
+    _, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss(), device=device)
+    assert step(torch.ones(3, 2), torch.ones(3, 2))["loss"] > 0
+    assert optimize(nn.Linear(2, 2), device=device).device.type == "cpu"
 
 
 @pytest.mark.parametrize("flag", ["benchmark", "deterministic"])

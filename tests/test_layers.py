@@ -16,7 +16,8 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_processes _device",
+    "_device",
+    "_processes",
     "_tree _exchange _median _backward _dynamo _reading _modes _window _scaling _state_check _forms",
     "_losses _hints _map_watch _contents _decorated _detours _folded_weights _pairs _found_models _shares",
     # the parts; how an optimizer is handled

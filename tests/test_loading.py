@@ -415,6 +415,53 @@ def test_one_copy_a_tensor_from_pinned_memory_and_nobody_waits(counts):
     assert simgpu.host_waits() == 0
 
 
+class Refilled:
+    """One block of pinned memory that holds batch after batch."""
+
+    def __init__(self, **options):
+        self.block = torch.empty(2, pin_memory=True, **options)
+
+    def fill(self, i):
+        with torch.no_grad():
+            return self.block.fill_(float(i))
+
+    def __iter__(self):
+        for i in range(4):
+            self.fill(i)
+            yield [self.block]
+
+    def collate(self, items):
+        return [self.fill(items[0])]
+
+
+REFILLED = {
+    "generator": lambda: iter(Refilled()),
+    "learned": lambda: iter(Refilled(requires_grad=True)),
+    "collate_fn": lambda: DataLoader(range(4), collate_fn=Refilled().collate),
+    "pinned by the loader": lambda: DataLoader(range(4), collate_fn=Refilled().collate, pin_memory=True),
+}
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("kind", REFILLED)
+def test_pinned_memory_that_is_refilled_arrives_as_it_was(kind, depth, counts):
+    with simgpu.asynchronous():
+        batches = [x for (x,) in prefetch(REFILLED[kind](), "simgpu", depth=depth)]
+        assert simgpu.host_waits() == 0
+    assert [x.tolist() for x in batches] == [[float(i)] * 2 for i in range(4)]
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.ones(4, 2)), list(torch.ones(4, 2))], ids=["whole", "items"])
+def test_what_a_loader_has_pinned_is_not_copied_once_more(dataset, counts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch, "empty_like")
+        assert len(list(prefetch(DataLoader(dataset, 2, pin_memory=True), "simgpu"))) == 2
+    assert counts["h2d"] == 2
+    assert simgpu.host_waits() == 0
+
+
 @pytest.mark.simgpu
 def test_a_step_waits_for_its_own_batch_and_every_leaf_is_recorded(counts):
     batches = prefetch([[torch.ones(2), {"y": (torch.ones(1), torch.ones(1))}] for _ in range(3)], "simgpu")

@@ -118,6 +118,20 @@ def test_prefetch_copies_beside_the_computation_and_brings_the_right_values(dept
     assert torch.stack(sums).tolist() == [1024 * 256 * float(i) for i in range(24)]
 
 
+@pytest.mark.parametrize("way", ["prefetch", "call"])
+def test_a_pinned_buffer_that_is_refilled_arrives_as_it_was(way: str) -> None:
+    """The device reads pinned memory when it gets there, and it is behind."""
+    buffer = torch.empty(1 << 22, pin_memory=True)
+    refilled = (buffer.fill_(float(i)) for i in range(8))
+    busy = torch.randn(4096, 4096, device=GPU)
+    sums = []
+    for x in prefetch(refilled, GPU) if way == "prefetch" else map(optimize(nn.Identity(), device=GPU), refilled):
+        for _ in range(10):
+            busy = torch.tanh(busy @ busy)
+        sums.append(x.sum(dtype=torch.float64))
+    assert torch.stack(sums).tolist() == [(1 << 22) * float(i) for i in range(8)]
+
+
 def test_prefetch_does_not_copy_on_the_stream_of_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = []
     to = Tensor.to
@@ -155,6 +169,34 @@ def test_float16_with_a_fused_optimizer_and_clipping_is_the_loop_by_hand() -> No
     adam = torch.optim.Adam(mine.parameters(), lr=1e-2, fused=True)
     model, step = optimize(mine, adam, F.cross_entropy, precision="fp16", clip_norm=0.5)
     assert [step(x, y)["grad_norm"] for x, y in given] == pytest.approx(norms, rel=1e-3)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("clip_norm", [None, 100.0])
+def test_after_an_error_in_a_fused_optimizer_the_next_update_is_a_whole_one(clip_norm: float | None) -> None:
+    """In float16 the scale travels with the optimizer."""
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    first = linear().eval()  # no dropout
+    second = copy.deepcopy(first)
+    one, two, three = on_gpu(batches(3))
+    wishes: dict[str, Any] = {"precision": "fp16", "fused": True, "clip_norm": clip_norm}
+    plain, step = optimize(first, torch.optim.SGD(first.parameters(), lr=0.1), F.cross_entropy, **wishes)
+    step(*one)
+    step(*three)
+
+    sgd = torch.optim.SGD(second.parameters(), lr=0.1)
+    model, step = optimize(second, sgd, F.cross_entropy, **wishes)
+    step(*one)
+    handle = sgd.register_step_pre_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*two)
+    handle.remove()
+    assert step(*three).updated
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import simgpu
-from hotloop import optimize
+from hotloop import _device, _facts, fast_eval, optimize
+from hotloop._reading import copies_without_blocking
 
 pytestmark = pytest.mark.simgpu
 
@@ -299,6 +301,88 @@ def test_values_that_arrive_late_are_those_of_their_step(precision):
         assert [m["loss"] for m in reversed(kept)] == plain[::-1]
 
 
+@pytest.mark.parametrize("wish", [None, "default", "context"])
+def test_with_the_accelerator_as_default_device_nothing_waits(wish, request):
+    """`torch.set_default_device`: pinned memory, and what is made on the way to the device, is the host's all the same."""
+    around = torch.device(DEVICE) if wish == "context" else nullcontext()
+    if wish == "default":
+        torch.set_default_device(DEVICE)
+    copies_without_blocking.cache_clear()
+    request.addfinalizer(copies_without_blocking.cache_clear)
+    try:
+        with around:
+            _, step, *_ = training(metrics={"one": lambda output, target: 1})
+            step(X, Y)
+            with simgpu.asynchronous():
+                simgpu.counts.clear()
+                kept = [step(X, Y) for _ in range(70)]  # longer than what waits to be summed
+                assert simgpu.host_waits() == 0
+            assert all(m["loss"] > 0 for m in kept)
+            assert step.mean()["loss"] > 0
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_device_without_float64(monkeypatch, request):
+    """As many of Intel's GPUs: a kernel raises, and only there it shows."""
+    to_copy = simgpu._HANDLERS[simgpu.aten._to_copy.default]
+
+    def without_float64(*args, dtype=None, **kwargs):
+        if dtype == torch.float64:
+            raise RuntimeError("Required aspect fp64 is not supported on the device")
+        return to_copy(*args, dtype=dtype, **kwargs)
+
+    monkeypatch.setitem(simgpu._HANDLERS, simgpu.aten._to_copy.default, without_float64)
+    _device._has_float64.cache_clear()
+    request.addfinalizer(_device._has_float64.cache_clear)
+    _, step, *_ = training(
+        metrics={"hits": lambda output, y: (output.argmax(1) == y).sum(), "big": lambda o, y: y.sum() + 2**53}
+    )
+    kept = [step(X, Y) for _ in range(70)]  # longer than what waits to be summed
+    assert {m["big"] for m in kept} == {2**53 + 3}
+    assert step.mean()["loss"] == pytest.approx(sum(m["loss"] for m in kept) / 70)
+
+
+@pytest.mark.parametrize("way", ["step", "call", "eval", "fast_eval"])
+def test_pinned_memory_may_be_refilled_after_a_call(way):
+    """The device reads it late: what it gets must be what the memory held at the call."""
+    got = []
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            got.append(x)
+            return super().forward(x)
+
+    net = Keeps(4, 2)
+    model, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    buffer, target = torch.zeros(5, 4).pin_memory(), Y.to(DEVICE)
+    ways = {
+        "step": lambda x: step(x, target),
+        "call": model,
+        "eval": model,
+        "fast_eval": fast_eval(lambda x, net=model: net(x)),
+    }
+    model.train(way != "eval")
+    with simgpu.asynchronous():
+        simgpu.counts.clear()
+        for i in range(3):
+            ways[way](buffer.fill_(float(i)))
+        assert simgpu.host_waits() == 0
+        buffer.fill_(9.0)
+    assert [x.mean().item() for x in got] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("view", [torch.t, lambda x: x[:, 1:], lambda x: x[:1].expand(3, 4), nn.Parameter])
+def test_pinned_memory_of_any_layout_arrives(view):
+    x = view(torch.arange(16.0).reshape(4, 4).pin_memory())
+    model = optimize(nn.Identity(), device=DEVICE)
+    with simgpu.asynchronous():
+        arrived = model(x)
+        with torch.no_grad():
+            x.fill_(9.0)
+    assert torch.equal(arrived.cpu(), view(torch.arange(16.0).reshape(4, 4)))
+
+
 def test_an_eval_call_copies_its_input_and_waits_for_nothing():
     model, *_ = training(convnet, precision="bf16")
     model.eval()
@@ -576,6 +660,63 @@ def test_a_model_that_is_spread_stays_as_it_is_and_is_not_said_to_have_been_move
     assert "optimize moved" not in str(error.value)
 
 
+class Spread(nn.Module):
+    """The layers are on two devices, and only what lies between them is moved."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4).to(first), nn.Linear(4, 2).to(second)
+
+    def forward(self, x):
+        return self.second(self.first(x).to(self.second.weight.device))
+
+
+@pytest.mark.parametrize("labels", ["cpu", DEVICE])
+@pytest.mark.parametrize("devices", [("cpu", DEVICE), (DEVICE, "cpu")], ids=str)
+@pytest.mark.parametrize("form", ["batch", "tuple", "mapping", "own loss"])
+def test_a_model_on_two_devices_takes_inputs_where_they_are_and_targets_where_its_output_is(form, devices, labels):
+    class OwnLoss(Spread):
+        def forward(self, x, y):
+            output = super().forward(x)
+            return F.cross_entropy(output, y.to(output.device))
+
+    class Mapped(Spread):
+        def forward(self, x, y):
+            return super().forward(x)
+
+    made = {"own loss": OwnLoss, "mapping": Mapped}.get(form, Spread)
+    loss_fn = {"own loss": None, "mapping": lambda output, batch: F.cross_entropy(output, batch["y"])}.get(
+        form, F.cross_entropy
+    )
+    torch.manual_seed(0)
+    raw = made(*devices)
+    twin = copy.deepcopy(raw)
+    metrics = {"hits": lambda output, target: (output.argmax(1) == target).sum()} if form in ("batch", "tuple") else None
+    _, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), loss_fn, metrics=metrics)
+    x, y = X.to(devices[0]), Y.to(labels)
+    batches = {"tuple": ((x, y),), "mapping": ({"x": x, "y": y},)}
+    m = step(*batches.get(form, (x, y)))
+
+    opt = torch.optim.SGD(twin.parameters(), lr=0.1)
+    loss = OwnLoss.forward(twin, x, y) if form == "own loss" else F.cross_entropy(Spread.forward(twin, x), y.to(devices[1]))
+    loss.backward()
+    opt.step()
+    assert m["loss"] == pytest.approx(loss.item())
+    for key, value in host(twin).items():
+        torch.testing.assert_close(host(raw)[key], value)
+
+
+def test_a_model_that_is_no_longer_on_two_devices_takes_everything_to_its_own():
+    model, step, raw, _ = training(lambda: Spread("cpu", DEVICE), "sgd")
+    step(X, Y)
+    model.load_state_dict(model.state_dict())
+    assert str(model.device) == DEVICE  # it is spread still
+    step(X, Y)
+    model.to(DEVICE)
+    step(X, Y)
+    assert {str(p.device) for p in raw.parameters()} == {DEVICE}
+
+
 def test_to_apply_and_revert_placement_leaves_everything_as_it_was():
     from hotloop import _plan
     from hotloop._facts import Facts, machine, traits
@@ -663,6 +804,24 @@ def test_evaluation_on_the_host_in_between():
     before = host(raw)
     step(X, Y)
     assert any(not torch.equal(before[key], value) for key, value in host(raw).items())
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+def test_an_automatic_precision_holds_where_it_was_chosen_for(precision, monkeypatch):
+    """A wish of the user's holds everywhere."""
+    monkeypatch.setattr(_facts, "_cpu_16bit", lambda: "AMX")
+    seen = []
+    raw = nn.Linear(512, 512)
+    raw.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), F.mse_loss, device="cpu", precision=precision)
+    x = torch.randn(64, 512)
+    for device in ("cpu", DEVICE, "cpu"):
+        model.to(device)
+        step(x, x)
+        model.eval()(x)
+        model.train()
+    there = torch.float32 if precision == "auto" else torch.bfloat16
+    assert seen == [torch.bfloat16] * 2 + [there] * 2 + [torch.bfloat16] * 2
 
 
 def test_a_copy_is_on_the_device_and_moves_alone():

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simgpu
-from hotloop._reading import Reading, _words, pack, read_all, read_numbers, unpack, wide
+from hotloop._device import wide
+from hotloop._reading import Reading, _words, pack, read_all, read_numbers, unpack
 
 # Every dtype that `.item()` knows, with values at the edges of what it holds.
 EDGES = {

@@ -200,6 +200,21 @@ def test_a_delayed_copy_arrives_when_its_own_event_is_waited_for():
         assert second.tolist() == [2.0, 2.0]
 
 
+def test_pinned_memory_is_read_late():
+    with simgpu.asynchronous():
+        x = torch.ones(2, pin_memory=True)
+        late, now = x.to(simgpu.NAME, non_blocking=True), x.to(simgpu.NAME)
+        x.fill_(2.0)
+    assert (late.tolist(), now.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+
+
+def test_the_device_can_be_the_default_one():
+    with torch.device(simgpu.NAME):
+        assert torch.empty(2).device.type == simgpu.NAME
+        with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+            torch.empty(2, pin_memory=True)
+
+
 def test_a_delayed_copy_arrives_before_a_blocking_read():
     x = torch.ones(2, device=simgpu.NAME)
     with simgpu.asynchronous():

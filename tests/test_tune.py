@@ -316,10 +316,16 @@ def test_without_an_optimizer_there_is_nothing_to_measure():
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_on_an_accelerator(make, precision):
-    """What is timed is the work and not its issue: the device is waited for, but only while it measures."""
+def test_on_an_accelerator(make, precision, monkeypatch):
+    """What is timed is the work and not its issue: the model's device is waited for, but only while it measures."""
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: waited.append(device))
     _, step, _ = make(costs={"fused": 0.5}, precision=precision)
     run(step)
     assert step.plan["placement"].choice.startswith("simgpu")
     assert step.plan["fused_optimizer"].choice in ("on", "off")
     assert not step.tuning
+    assert set(waited) == {torch.device("simgpu", 0)}
+    waited.clear()
+    step(*batches(1)[0])
+    assert not waited

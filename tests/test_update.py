@@ -717,6 +717,38 @@ def test_parameters_that_were_replaced_behind_the_optimizer_raise(form, precisio
     assert step.updates == updates
 
 
+@pytest.mark.parametrize("clip_norm", [None, 100.0])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_after_an_error_in_a_fused_optimizer_the_next_update_is_a_whole_one(kind, parts, clip_norm):
+    """In float16 the scale travels with the optimizer."""
+
+    def training():
+        model = net()
+        own = [list(model.parameters())] if parts == 1 else [list(model[0].parameters()), list(model[2].parameters())]
+        optimizers = [kind(p, lr=0.1, fused=True) for p in own]
+        return model, optimizers, optimize(model, optimizers, MSE, precision="fp16", clip_norm=clip_norm).step
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    one, two, three = batches(3)
+    plain, _, step = training()
+    step(*one)
+    step(*three)
+    expected = plain.state_dict()
+
+    model, optimizers, step = training()
+    step(*one)
+    handle = optimizers[0].register_step_pre_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*two)
+    handle.remove()
+    assert step(*three).updated
+    assert differences(model.state_dict(), expected) == []
+    assert step.updates == 2
+
+
 def test_a_loss_that_reaches_only_what_no_optimizer_trains_is_no_replacement():
     model = net()
     step = optimize(model, SGD(model[0].parameters(), lr=0.1)).step

@@ -13,7 +13,7 @@ from hotloop import _forms as forms
 from hotloop import _hints as hints
 from hotloop._call import as_float32, call, explain_devices
 from hotloop._parts import Live
-from hotloop._tree import map_leaves, move_call
+from hotloop._tree import leaves, map_leaves, move, move_call
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BatchLoss:
         if len(self._lives) > 1:
             raise TypeError(forms.several_models(args, kwargs))
         live, loss_fn = self._live, self._settings.loss_fn
-        args, kwargs = move_call(args, kwargs, live.parts.device)
+        args, kwargs = move_call(args, kwargs, live.parts.device, live.parts.spread)
         batch = None
         if len(args) < 2:
             args, kwargs, batch = forms.unpacked(args, kwargs)
@@ -53,6 +53,8 @@ class BatchLoss:
         elif batch is None and args:
             target = args[-1]
         output = self._call(args, kwargs, written)
+        if live.parts.spread:
+            target = _beside(output, target)
         result = output if loss_fn is None else self._loss(output, target)
         loss, named = (result, {}) if isinstance(result, Tensor) else forms.loss_and_metrics(result, loss_fn is None)
         forms.check_loss(loss, written, loss_fn is None)
@@ -107,3 +109,9 @@ class BatchLoss:
                         raise ValueError(f"metrics={{{name!r}: ...}}: there is a metric {key!r} already; give it another name")
                     found[key] = scalar
         return found
+
+
+def _beside(output: Any, target: Any) -> Any:
+    """The target on the device where a model that is on several has left its output."""
+    first = next(leaves(output), None)
+    return target if first is None else move(target, first.device)

@@ -59,6 +59,8 @@ def build(
     automatic = {name for name, wish in wishes.items() if wish == "auto"}
     if facts.scaler is not None and facts.scaler.is_enabled():
         automatic.discard("precision")
+    if "precision" in automatic:
+        done = [replace(parts, autocast=parts.autocast.as_automatic()) for parts in done]
     instead = {"precision": "fp32", "channels_last": "off"}
     taken_back = [
         (d, instead[d.name]) for d in decisions if d.name in automatic & {*instead} and d.choice in ("bf16", "fp16", "on")

@@ -53,7 +53,7 @@ class Exchange:
         self._missed: bool | None = None  # parameters that some rank's backward did not reach; None until one was looked at
         self._tells_reached = False  # whether ranks tell each other in every exchange what they have reached
         self._notes = Notes(f"hotloop/{next(_numbers)}")
-        self.totals = torch.empty(0)  # what ranks gave to the last exchange, summed
+        self.totals = torch.empty(0, device="cpu")  # what ranks gave to the last exchange, summed
         released_at_the_end(self)
         self._build(init_sync=True)  # weights and buffers become those of rank 0
 

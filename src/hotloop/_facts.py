@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,10 +93,10 @@ class Facts:
     world: World | None = None  # the processes around this one
 
 
-def machine() -> Machine:
-    """The machine that this process runs on."""
+def machine(device: Any = "auto") -> Machine:
+    """The machine that this process runs on. For a device that is the CPU nothing is asked that would initialise CUDA."""
     current = accelerator()
-    cuda = current is not None and current.type == "cuda"
+    cuda = current is not None and current.type == "cuda" and not str(device).startswith("cpu")
     cudnn = torch.backends.cudnn
     return Machine(
         accelerator=current,

@@ -16,7 +16,7 @@ OVERHEAD, PRICE = 300_000, 300_000
 _version = attrgetter("_version")
 _LAYOUT = torch.channels_last
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -43,7 +43,7 @@ class Given:
         self._optimizers = optimizers
         self._device = device
         self._late: Exchange | None = None  # for what a window that is cut short leaves behind under DDP
-        self.totals = torch.empty(0)
+        self.totals = torch.empty(0, device="cpu")
 
     def switch(self, last: bool) -> None:
         """Whether the next micro-batch is the last of its window, before its forward: DDP asks then."""

@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 import wrapt
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from hotloop._device import accelerator, usable
+from hotloop._device import accelerator, of_this_process, usable
 from hotloop._in_memory import whole_batches
 from hotloop._parts import live_of
 from hotloop._shares import loading_world, sharded
@@ -87,7 +87,8 @@ class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         if device.type != "cpu":
             live = live_of(self._self_target)
             keeps_order = live is not None and live.exact
-            return Ahead(batches, transfer_to(device), 1 if keeps_order else self._self_depth)
+            depth = 1 if keeps_order else self._self_depth
+            return Ahead(batches, transfer_to(device), depth, lasting=_makes_new_memory(self.__wrapped__))
         # Without an accelerator there is no place but the CPU that a batch could come from.
         return map(partial(move, device=device), batches) if torch.accelerator.is_available() else batches
 
@@ -131,10 +132,14 @@ class PrefetchedIterator(Prefetch):
 
 
 class Ahead(Iterator[Any]):
-    """The batches of one pass, fetched up to `depth` at a time and sent on their way at once."""
+    """The batches of one pass, fetched up to `depth` at a time and sent on their way at once.
 
-    def __init__(self, batches: Iterator[Any], transfer: Transfer, depth: int) -> None:
+    A `lasting` batch is one that the loader never writes to again.
+    """
+
+    def __init__(self, batches: Iterator[Any], transfer: Transfer, depth: int, *, lasting: bool) -> None:
         self._batches = batches
+        self._lasting = lasting
         self._transfer = transfer
         self._depth = depth
         self._queue: deque[Sent | Exception] = deque()
@@ -156,7 +161,7 @@ class Ahead(Iterator[Any]):
 
     def _fetch(self) -> None:
         try:
-            self._queue.append(self._transfer.send(next(self._batches)))
+            self._queue.append(self._transfer.send(next(self._batches), lasting=self._lasting))
         except StopIteration:
             self._open = False
         except Exception as error:
@@ -167,6 +172,13 @@ class Ahead(Iterator[Any]):
 def _batches(loader: Iterable[Any]) -> Iterator[Any]:
     # A subclass of DataLoader may iterate in a way of its own.
     return whole_batches(loader) if type(loader) is DataLoader else iter(loader)
+
+
+def _makes_new_memory(loader: Any) -> bool:
+    """Whether every pinned batch of a loader is memory of its own: pinned by its thread, or stacked from items."""
+    if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+        return False
+    return loader.num_workers > 0 or loader.collate_fn is default_collate
 
 
 def _check_loader(loader: Any) -> None:
@@ -199,5 +211,5 @@ def _checked_target(device: Any) -> Any:
             "prefetch(loader, model)"
         )
     if device == "auto":
-        device = accelerator() or "cpu"
+        return of_this_process(usable(accelerator() or "cpu", "prefetch(loader)"))
     return usable(device, f"prefetch(loader, {device!r})")

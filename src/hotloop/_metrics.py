@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from hotloop._reading import Reading, join, wide
+from hotloop._device import wide
+from hotloop._reading import Reading, join
 
 # So many steps are summed by one set of operators: a sum for each step would cost operators in every step.
 _CHUNK = 64
@@ -234,8 +235,8 @@ def _weighted_sums(rows: list[tuple[Reading, float, Reading]], slots: tuple[int,
         dtype = wide(device)
         host = [[*_host_words(reading, slots), 1.0] for reading, _, _ in rows]
         # Copies to the device from a temporary do not wait for it.
-        words = torch.tensor(host, dtype=dtype).to(device, non_blocking=True)
-        weights = torch.tensor([[w] for _, w, _ in rows], dtype=dtype).to(device, non_blocking=True)
+        words = torch.tensor(host, dtype=dtype, device="cpu").to(device, non_blocking=True)
+        weights = torch.tensor([[w] for _, w, _ in rows], dtype=dtype, device="cpu").to(device, non_blocking=True)
         if packs:
             words = torch.cat([torch.stack(packs).reshape(len(packs), -1).to(dtype), words], dim=1)
         if flags:  # the flags are the last words on the device; a skipped step may hold nan

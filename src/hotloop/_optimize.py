@@ -190,7 +190,7 @@ def optimize(
             keep_output=(keep_output, False),
             tune=(tune, False),
         )
-        facts = Facts(machine(), traits(modules), exact=exact, world=world_around())
+        facts = Facts(machine(device), traits(modules), exact=exact, world=world_around())
         lives, _ = build(modules, [], None, wishes, facts, {})
         return _wrapped(model, lives, inference, called)
     optimizers = _validate.optimizers(optimizer, modules, loss_fn)
@@ -207,7 +207,7 @@ def optimize(
     )
     schedulers = _validate.schedulers(scheduler, optimizers)
     facts = Facts(
-        machine(),
+        machine(device),
         traits(modules),
         optimizers=tuple(optimizer_traits(o, modules) for o in optimizers),
         exact=exact,

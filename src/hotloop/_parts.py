@@ -26,6 +26,8 @@ class Autocast:
     `patch` is the height and width of the patches where the model cuts images into such; `ids` says what an integer stands for, a
     "token" or a "column" of a sample; `steps` is set where an LSTM sees the batch at one time; `flat` where more dimensions than
     a sequence has are flattened or gone through, not convolved.
+
+    `automatic` is the type of device that a dtype was chosen for, and that dtype: on a device of another type there is none.
     """
 
     device_type: str = "cpu"
@@ -35,6 +37,18 @@ class Autocast:
     ids: str = ""
     steps: bool = False
     flat: bool = False
+    automatic: tuple[str, torch.dtype | None] | None = None
+
+    def as_automatic(self) -> Autocast:
+        """The same, chosen for devices of this type alone."""
+        return replace(self, automatic=(self.device_type, self.dtype))
+
+    def on(self, device_type: str) -> Autocast:
+        """The same for a model that has gone to a device of this type."""
+        if self.automatic is None:
+            return replace(self, device_type=device_type)
+        chosen_for, dtype = self.automatic
+        return replace(self, device_type=device_type, dtype=dtype if device_type == chosen_for else None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         if self.dtype is None or (self.least_rows and rows(self, args, kwargs) < self.least_rows):
@@ -87,6 +101,7 @@ OnInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], di
 class Parts:
     """What a call and a step need. What follows the device does nothing until a transform fills it.
 
+    `spread` holds the devices of a model that is on several of them: arguments on one of these stay there, others go to `device`.
     `forward` is what a call runs in place of the module; None means the module itself. `autocast` opens a region in the plan's
     precision. `scaler` is disabled unless the precision is float16. Each of `on_inputs` sees the arguments of a call once they
     are on the device, and returns them; `flags` puts back what they set for the whole process. Each of `on_outputs` sees what
@@ -97,6 +112,7 @@ class Parts:
     model: nn.Module
     optimizers: tuple[Optimizer, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    spread: frozenset[torch.device] = frozenset()
     forward: nn.Module | None = None
     autocast: Autocast = field(default_factory=Autocast)
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))

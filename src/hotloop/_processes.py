@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotloop._device import wide
+
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _PLACE = ("RANK", "WORLD_SIZE")
@@ -119,7 +121,7 @@ def everyone(value: Any) -> list[Any]:
 
 def summed(values: list[float], device: torch.device) -> Tensor:
     """The sums of these numbers over all ranks, on the device, which nothing here waits for."""
-    sums = torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+    sums = torch.tensor(values, dtype=wide(device), device="cpu").to(device, non_blocking=True)
     dist.all_reduce(sums)
     return sums
 

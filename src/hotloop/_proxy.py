@@ -129,12 +129,15 @@ def _moving(method: Callable[..., Any], proxy: ModelProxy, args: tuple[Any, ...]
 
 
 def _follow(proxy: ModelProxy) -> None:
-    """Let `model.device`, the loss function and the optimizers' state be where the model is now."""
+    """Let `model.device`, the precision, the loss function and the optimizers' state be where the model is now."""
     live, module = proxy._self_live, proxy.__wrapped__
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), live.parts.device)
-    if device == live.parts.device:
+    devices = [t.device for t in (*module.parameters(), *module.buffers())]
+    if live.parts.spread and len(set(devices)) > 1:
         return
-    live.parts = replace(live.parts, device=device, autocast=replace(live.parts.autocast, device_type=device.type))
+    device = next(iter(devices), live.parts.device)
+    if device == live.parts.device and not live.parts.spread:
+        return
+    live.parts = replace(live.parts, device=device, spread=frozenset(), autocast=live.parts.autocast.on(device.type))
     live.moved_from = None  # from here on it is the user who moves
     for companion in live.companions:
         with following(companion, live.parts.optimizers):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop._device import accelerator
+from hotloop._device import accelerator, wide
 
 Number = float | int | bool | complex
 
@@ -127,11 +127,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 0 else tensor.reshape(())
 
 
-def wide(device: torch.device) -> torch.dtype:
-    """The widest float of a device. It holds every value that is no 64-bit integer."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def _word_bits(dtype: torch.dtype) -> int:
     # A float holds no 64-bit integer exactly: two words of 32 bits do, or four of 16 bits in float32.
     return 32 if dtype == torch.float64 else 16
@@ -184,7 +179,7 @@ def _start_copy(packed: Tensor) -> tuple[Tensor | None, Any]:
     """Send `packed` to pinned memory without waiting; (None, None) on a device that cannot, where a read copies."""
     if not copies_without_blocking(packed.device.type):
         return None, None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.Event(packed.device)
     event.record(torch.accelerator.current_stream(packed.device))
@@ -199,6 +194,6 @@ def copies_without_blocking(device_type: str) -> bool:
         return False
     try:
         torch.Event(device_type)
-        return torch.empty(1, pin_memory=True).is_pinned()
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError):
         return False

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from hotloop._reading import copies_without_blocking
-from hotloop._tree import map_leaves, move
+from hotloop._tree import map_leaves, move, move_tensor
 
 
-def send_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, without waiting for the device: by way of pinned memory, where it can pin."""
+def send_tensor(tensor: Tensor, device: torch.device, *, lasting: bool = False) -> Tensor:
+    """`tensor` on `device`, without waiting for the device: by way of pinned memory, where it can pin.
+
+    A `lasting` tensor is one that nobody writes to any more: where it is pinned it is copied from where it lies.
+    """
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and not tensor.requires_grad and copies_without_blocking(device.type):
-        tensor = _pinned(tensor)
-    return tensor.to(device, non_blocking=device.type != "cpu")
+        pinned = _pinned(tensor)
+        if lasting or pinned is not tensor:
+            return pinned.to(device, non_blocking=True)  # type: ignore[no-any-return]
+    return move_tensor(tensor, device)
 
 
 def _pinned(thing: Any) -> Any:
@@ -50,7 +55,8 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def send(self, batch: Any) -> Sent:
+    def send(self, batch: Any, *, lasting: bool = False) -> Sent:
+        """Start the copy of everything in `batch`, which nobody writes to any more if it is `lasting`."""
         return Sent(move(batch, self.device), [])
 
     def receive(self, sent: Sent) -> Any:
@@ -65,12 +71,11 @@ class SideStream(Transfer):
         self._stream = torch.Stream(device)
         self._records_all = True
 
-    def send(self, batch: Any) -> Sent:
-        """Start the copy of everything in `batch`."""
+    def send(self, batch: Any, *, lasting: bool = False) -> Sent:
         made: list[Any] = []
 
         def on_tensor(tensor: Tensor) -> Tensor:
-            made.append(send_tensor(tensor, self.device))
+            made.append(send_tensor(tensor, self.device, lasting=lasting))
             return made[-1]  # type: ignore[no-any-return]
 
         def on_object(thing: Any) -> Any:

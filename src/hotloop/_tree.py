@@ -113,21 +113,47 @@ def _replaced_fields(value: Any, walk: Callable[[Any], Any]) -> Any:
     return made
 
 
-def move(value: T, device: torch.device) -> T:
+def move(value: T, device: torch.device, stays_on: frozenset[torch.device] = frozenset()) -> T:
     """`value` with every tensor, and every object with its own `.to(device)`, on `device`; dtypes never change.
 
-    What is there already is returned as it is, without a copy. Copies to an accelerator do not block the host; copies to
-    the host always do, since they would be read before they are complete.
+    What is there already, or on a device of `stays_on`, is returned as it is, without a copy. Copies to an accelerator do not
+    block the host; copies to the host always do, since they would be read before they are complete.
     """
-    non_blocking = device.type != "cpu"
 
     def on_tensor(tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
+        return tensor if tensor.device == device or tensor.device in stays_on else move_tensor(tensor, device)
 
-    return map_leaves(on_tensor, value, lambda thing: thing.to(device))
+    def on_object(thing: Any) -> Any:
+        return thing if stays_on and any(t.device in stays_on for t in leaves(thing)) else thing.to(device)
+
+    return map_leaves(on_tensor, value, on_object)
 
 
-def move_call(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device. It has been read when this returns: the user may write to it at once.
+
+    A device reads pinned memory only when it gets there. So the user's is copied to a pinned block that nobody writes to, and
+    that torch keeps until it has been read. Of memory that is not pinned torch itself makes such a copy.
+    """
+    if device.type == "cpu":
+        return tensor.to(device)
+    if _is_pinned(tensor):
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor.to(device)
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_pinned()
+    except RuntimeError:  # `torch.vmap` cannot ask
+        return False
+
+
+def move_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, stays_on: frozenset[torch.device] = frozenset()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call on `device`, in one walk. Tensors that are all there cost next to nothing."""
     if not kwargs:
         for value in args:
@@ -135,7 +161,7 @@ def move_call(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
                 break
         else:
             return args, kwargs
-    return move((args, kwargs), device)
+    return move((args, kwargs), device, stays_on)
 
 
 def leaves(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:

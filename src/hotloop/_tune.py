@@ -83,9 +83,10 @@ class Tuner:
         return metrics
 
     def _now(self) -> float:
-        device = self._lives[0].parts.device
-        if device.type != "cpu":
-            getattr(torch.get_device_module(device), "synchronize", int)()
+        parts = self._lives[0].parts
+        for device in parts.spread or (parts.device,):
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
         return clock()
 
     def _finish(self, seconds: float) -> None:
@@ -161,6 +162,8 @@ class Tuner:
                 live.parts = decision.revert(live.parts)
             for decision in configuration:
                 live.parts = decision.apply(live.parts)
+                if decision.name == "precision":
+                    live.parts = replace(live.parts, autocast=live.parts.autocast.as_automatic())
         borne = [(c, self._plain[c.name].choice) for c in configuration if c.name in ("precision", "channels_last")]
         recovery = Recovery(self._lives, borne) if borne else None
         for live in self._lives:

@@ -104,6 +104,9 @@ class Update:
                     issue(optimizer)
         except BaseException:
             scaler.update(scaler.get_scale())  # forget what was unscaled; the scale stays
+            for optimizer in reached:  # what the scaler gives to a fused one for a step: the next one would divide by both
+                vars(optimizer).pop("grad_scale", None)
+                vars(optimizer).pop("found_inf", None)
             raise
         if not reached:
             return norm, []

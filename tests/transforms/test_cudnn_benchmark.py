@@ -16,7 +16,8 @@ from torch.backends import cudnn
 
 from hotloop import optimize
 from hotloop._benchmark_flag import users_value
-from hotloop.transforms.cudnn_benchmark import CREDIT, EARN, ByShape, signature
+from hotloop._facts import Facts, machine, traits
+from hotloop.transforms.cudnn_benchmark import CREDIT, EARN, ByShape, decide, signature
 from observing import in_threads
 
 
@@ -482,6 +483,7 @@ import torch
 from torch import nn
 from hotloop import optimize
 from hotloop._benchmark_flag import users_value
+from hotloop._facts import Facts, machine, traits
 raw = nn.Conv2d(1, 1, 1)
 model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), nn.MSELoss())
 torch.backends.disable_global_flags()
@@ -505,6 +507,7 @@ import torch
 from torch import nn
 from hotloop import optimize
 from hotloop._benchmark_flag import users_value
+from hotloop._facts import Facts, machine, traits
 raw = nn.Conv2d(1, 1, 1)
 model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), nn.MSELoss())
 x = torch.zeros(1, 1, 4, 4)
@@ -558,3 +561,9 @@ def test_threads_that_overlap_leave_the_users_value():
     in_threads([run_first, run_second])
     assert torch.backends.cudnn.benchmark is False
     assert users_value() is False
+
+
+@pytest.mark.parametrize(("device", "rounds"), [("cuda", True), ("cpu", False)])
+def test_the_plan_says_that_another_algorithm_may_round_differently(device, rounds):
+    facts = Facts(machine(), traits([Net()]), device=torch.device(device))
+    assert ("round differently (1e-6" in decide(facts, "auto").why) is rounds

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop import _facts, optimize
+from hotloop import _facts, optimize, prefetch
 from hotloop._facts import Facts, Machine, traits
 from hotloop._parts import Parts
 from hotloop.transforms import placement
@@ -107,3 +107,26 @@ def test_on_this_machine():
     expected = _facts.machine().accelerator or CPU
     assert step.plan["placement"].choice.split(":")[0] == expected.type
     assert model.device.type == expected.type
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    ("rank", "count", "index"), [("3", 8, 3), ("0", 8, 0), ("3", 1, 0), ("3", 2, 0), ("x", 8, 0), ("", 8, 0), (None, 8, 0)]
+)
+def test_a_process_that_a_launcher_started_has_an_accelerator_of_its_own_also_alone(monkeypatch, rank, count, index):
+    """With distributed=False, for inference, and for a loader that names no device; a launcher may show it one alone."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert optimize(nn.ReLU()).device == torch.device("simgpu", index)
+    assert f"'simgpu:{index}'" in repr(prefetch([]))
+
+
+@pytest.mark.simgpu
+def test_a_device_that_the_user_has_made_current_is_kept(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(placement, "usable", lambda device, call: torch.device("simgpu", 5))
+    assert placement.resolve(facts(nn.ReLU(), accelerator=torch.device("simgpu")), "auto")[0].index == 5

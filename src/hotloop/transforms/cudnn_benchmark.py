@@ -46,6 +46,8 @@ def decide(facts: Facts, wish: Wish) -> Decision:
     if not facts.traits.convolutions:
         return Decision("cudnn_benchmark", "off", "the model has no convolution")
     why = f"on when a shape is first seen, for {CREDIT} shapes; {EARN} calls with a known shape earn one more"
+    if facts.device.type == "cuda":
+        why += "; the algorithms it picks may round differently (1e-6, with TF32 1e-3)"
     return _decision("by shape", why, ByShape)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hotloop._device import usable
+from hotloop._device import of_this_process, usable
 from hotloop._facts import Facts
 from hotloop._parts import Parts
 from hotloop._plan import Decision
@@ -16,6 +16,7 @@ from hotloop._processes import World
 from hotloop._rebind import following
 
 Device = torch.device | str | int
+_BY_RANK = "the accelerator of this process, by LOCAL_RANK"
 
 
 def decide(facts: Facts, wish: Device) -> Decision:
@@ -24,7 +25,7 @@ def decide(facts: Facts, wish: Device) -> Decision:
     device, why = resolve(facts, wish)
     if wish == "auto" and facts.traits.spread:
         why = f"the model is spread over {', '.join(sorted(map(str, facts.traits.devices)))}"
-        return Decision("placement", "as it is", why, partial(_at, device))
+        return Decision("placement", "as it is", why, partial(_at, device, spread=facts.traits.devices))
     return _on(device, why)
 
 
@@ -38,8 +39,10 @@ def resolve(facts: Facts, wish: Device) -> tuple[torch.device, str]:
     if facts.machine.accelerator is None:
         return torch.device("cpu"), "there is no accelerator"
     if facts.world is None:
-        return usable(facts.machine.accelerator, "optimize(...)"), "the accelerator of this machine"
-    return _of_its_own(facts.machine.accelerator.type, facts.world), "the accelerator of this process, by LOCAL_RANK"
+        current = usable(facts.machine.accelerator, "optimize(...)")
+        device = of_this_process(current)
+        return device, "the accelerator of this machine" if device == current else _BY_RANK
+    return _of_its_own(facts.machine.accelerator.type, facts.world), _BY_RANK
 
 
 def _of_its_own(kind: str, world: World) -> torch.device:
@@ -53,8 +56,8 @@ def _of_its_own(kind: str, world: World) -> torch.device:
     return torch.device(kind, world.local_rank if count > 1 else 0)
 
 
-def _at(device: torch.device, parts: Parts) -> Parts:
-    return replace(parts, device=device, autocast=replace(parts.autocast, device_type=device.type))
+def _at(device: torch.device, parts: Parts, spread: frozenset[torch.device] = frozenset()) -> Parts:
+    return replace(parts, device=device, spread=spread, autocast=replace(parts.autocast, device_type=device.type))
 
 
 def _on(device: torch.device, why: str) -> Decision:
