@@ -102,7 +102,7 @@ def _load(path: str, batches_name: str) -> tuple[Any, Any]:
             f"compare {path}: {module_name} has no {batches_name!r}; write `{batches_name} = DataLoader(...)`, a list of "
             "batches or a function that returns one, or name it with --batches"
         )
-    return make, batches() if callable(batches) else batches
+    return make, batches
 
 
 def _doctor(options: argparse.Namespace) -> None:
