@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -113,7 +114,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _iterable(batches: Any) -> Iterable[Any]:
-    made = batches() if callable(batches) and not isinstance(batches, Iterable) else batches
+    made = _called(batches, "batches") if callable(batches) and not isinstance(batches, Iterable) else batches
     if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
         what = f"<{type(made).__name__}>" if made is batches else f"<function that returns {type(made).__name__}>"
         raise TypeError(
@@ -152,10 +153,22 @@ def _cycle(batches: Iterable[Any]) -> Iterator[Any]:
         iterator = iter(batches)
 
 
+def _called(function: Callable[[], Any], name: str) -> Any:
+    try:
+        inspect.signature(function).bind()
+    except ValueError:  # nothing is known of some callables
+        pass
+    except TypeError as error:
+        raise TypeError(
+            f"compare(make, batches): {name}() is called without arguments, and has {error}; give it defaults, or pass a lambda"
+        ) from error
+    return function()
+
+
 def _build_twice(make: Callable[[], Any]) -> tuple[Made, Made]:
     """What `make` builds, twice from one seed: two trainings that share nothing and start alike."""
     seed()
-    first = _checked(make())
+    first = _checked(_called(make, "make"))
     seed()
     try:
         second = _checked(make())
