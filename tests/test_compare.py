@@ -213,6 +213,47 @@ def test_make_returns_the_same_model_twice() -> None:
     refusing(ValueError, "the same model or optimizer twice", lambda: (make()[0], *made[1:]))
 
 
+class Learned(nn.Module):
+    """A loss with a parameter, and a count in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(output, target) * self.scale * (1 + self.calls / 100)
+
+
+LEARNED, FROZEN = Learned(), Learned().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loss_fn: loss_fn, lambda loss_fn: nn.Sequential(loss_fn), lambda loss_fn: loss_fn.forward]
+)
+def test_two_loops_cannot_train_the_same_loss(wrap: Any) -> None:
+    def make_with_one_loss() -> Any:
+        model = make()[0]
+        return model, torch.optim.SGD([*model.parameters(), *LEARNED.parameters()], lr=0.1), wrap(LEARNED)
+
+    refusing(ValueError, "or a loss_fn with the same trained parameters", make_with_one_loss)
+
+
+def test_each_loop_has_its_own_state_of_a_loss() -> None:
+    report = compare(lambda: (*make()[:2], FROZEN), batches(), steps=4, exact=True)
+    assert report.max_weight_difference == 0.0
+    assert report.plain.losses == report.wrapped.losses
+
+
+def test_a_trained_loss_built_each_time_will_do() -> None:
+    def make_with_a_loss() -> Any:
+        model, loss_fn = make()[0], Learned()
+        return model, torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], lr=0.1), loss_fn
+
+    assert compare(make_with_a_loss, batches(), steps=4, exact=True).max_weight_difference == 0.0
+
+
 def test_make_fails_the_second_time() -> None:
     made = [make()]
     refusing(ValueError, r"second time \(IndexError: pop from empty list\)", lambda: made.pop())
@@ -232,6 +273,87 @@ def test_make_draws_from_elsewhere() -> None:
         return model, optimizer, loss_fn
 
     refusing(ValueError, "differ from the start, in '0.bias'", make_differently)
+
+
+@pytest.mark.parametrize("holder", ["model", "loss_fn"])
+def test_buffers_that_differ(holder: str) -> None:
+    drawn = iter(range(9))
+
+    def make_differently() -> Any:
+        model, optimizer, loss_fn = make()
+        {"model": model, "loss_fn": loss_fn}[holder].register_buffer("drawn", torch.tensor(next(drawn)))
+        return model, optimizer, loss_fn
+
+    refusing(ValueError, f"differ from the start, in '{'loss_fn.' * (holder == 'loss_fn')}drawn'", make_differently)
+
+
+def test_buffers_that_are_no_numbers_or_sparse_are_no_difference() -> None:
+    def make_with_gaps() -> Any:
+        model, optimizer, loss_fn = make()
+        model.register_buffer("gaps", torch.tensor([1.0, float("nan")]), persistent=False)
+        model.register_buffer("graph", torch.eye(3).to_sparse())
+        return model, optimizer, loss_fn
+
+    assert compare(make_with_gaps, batches(), steps=1, exact=True).max_weight_difference == 0.0
+
+
+def test_a_function_may_give_the_batches() -> None:
+    data = batches()
+    assert compare(make, lambda: data, steps=2).plain.losses
+    assert compare(make, lambda: iter(data * 3), steps=2).plain.losses
+
+
+@pytest.mark.parametrize(("data", "given"), [(5, "<int>"), (lambda: None, "returns NoneType>")])
+def test_what_is_no_batches(data: Any, given: str) -> None:
+    refusing(TypeError, f"{given}\\): both loops train on batches; pass a loader", make, data)
+
+
+class InPlace(nn.Module):
+    """A forward that scales its input in place, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.sub_(0.5).mul_(2.0))
+
+
+def make_in_place() -> Any:
+    model = InPlace()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_that_changes_its_batch_gets_one_of_its_own(nested: bool) -> None:
+    data = [([x], y) if nested else (x, y) for x, y in batches()]
+    before = [batch[0][0].clone() for batch in data]
+    made = make_in_place
+    if nested:
+
+        def made() -> Any:
+            model, optimizer, loss_fn = make_in_place()
+            forward = model.forward
+            model.forward = lambda x: forward(x[0])
+            return model, optimizer, loss_fn
+
+    report = compare(made, data, steps=6, exact=True)
+    assert report.max_weight_difference == 0.0
+    assert report.plain.losses == report.wrapped.losses
+    assert all(torch.equal(batch[0][0], was) for batch, was in zip(data, before, strict=True))
+
+
+def test_batches_that_stay_as_they_are_are_not_copied_while_the_clock_runs() -> None:
+    data = batches()
+    seen = []
+
+    def make_watching() -> Any:
+        model, optimizer, loss_fn = make()
+        model.register_forward_pre_hook(lambda _, args: seen.append(args[0].data_ptr()))
+        return model, optimizer, loss_fn
+
+    compare(make_watching, data, steps=6, exact=True)
+    assert set(seen[-6:]) <= {x.data_ptr() for x, _ in data}
 
 
 def test_batches_run_out() -> None:

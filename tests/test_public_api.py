@@ -22,7 +22,7 @@ SIGNATURES = {
     "optimize": "(model, optimizer=None, loss_fn=None, *, device='auto', precision='auto', channels_last='auto', fused='auto', "
     "cudnn_benchmark='auto', "
     "compile=False, distributed='auto', inference='no_grad', accumulate=1, clip_norm=None, scheduler=None, scaler=None, "
-    "before_update=None, methods=(), metrics=None, keep_output=False, exact=False, tune=False)",
+    "before_update=None, methods=(), metrics=None, keep_output=False, exact=False, tune=False, **unknown)",
     "fast_eval": "(function=None, /, *others, model=None, precision='auto', inference='no_grad', fold_batchnorm='auto', reduce=None)",
     "prefetch": "(loader, device='auto', *, depth=2)",
     "data_loader": "(dataset, batch_size=1, **dataloader_arguments)",

@@ -31,6 +31,8 @@ counts = torch.tensor([1, 2, 1, 1])
 labels = torch.tensor([0, 2, 1])
 scalar = torch.tensor(3)
 device = torch.device("cpu")
+square = torch.eye(3) * 2
+half = torch.tensor(0.5)
 
 
 def entries(syncs: Any) -> list[tuple[str, int]]:
@@ -39,6 +41,19 @@ def entries(syncs: Any) -> list[tuple[str, int]]:
 
 def mask_assignment() -> None:
     torch.zeros(4)[mask] = torch.ones(3)
+
+
+def scalar_by_mask() -> None:
+    torch.zeros(4)[mask] = half
+
+
+def value_by_list() -> None:
+    torch.zeros(4)[[0, 2]] = 1.0
+
+
+def ctc_loss() -> torch.Tensor:
+    lengths = torch.tensor([5, 5]), torch.tensor([2, 2])
+    return F.ctc_loss(torch.randn(5, 2, 4).log_softmax(2), torch.ones(2, 2, dtype=torch.long), *lengths)
 
 
 PLANTED: list[tuple[str, Callable[[], object]]] = [
@@ -92,6 +107,33 @@ PLANTED: list[tuple[str, Callable[[], object]]] = [
     ("torch.tensor()", lambda: torch.tensor([x[0], x[1]])),
     ("torch.as_tensor()", lambda: torch.as_tensor([1.0], device=device)),
     ("synchronize()", lambda: torch.cpu.synchronize()),
+    ("[...] =", scalar_by_mask),
+    (".index_put()", lambda: x.index_put((mask,), half)),
+    (".masked_fill()", lambda: x.masked_fill(mask, half)),
+    ("torch.index_fill()", lambda: torch.index_fill(x, 0, labels, half)),
+    ("torch.normal()", lambda: torch.normal(x, x.abs())),
+    ("torch.normal()", lambda: torch.normal(0.0, x.abs())),
+    ("torch.linspace()", lambda: torch.linspace(0, half, 5)),
+    ("torch.linalg.eigh()", lambda: torch.linalg.eigh(square)),
+    ("torch.linalg.eigvalsh()", lambda: torch.linalg.eigvalsh(square)),
+    ("torch.linalg.eig()", lambda: torch.linalg.eig(square)),
+    ("torch.linalg.eigvals()", lambda: torch.linalg.eigvals(square)),
+    ("torch.linalg.svd()", lambda: torch.linalg.svd(square)),
+    ("torch.linalg.matrix_rank()", lambda: torch.linalg.matrix_rank(square)),
+    ("torch.linalg.pinv()", lambda: torch.linalg.pinv(square)),
+    ("torch.linalg.lstsq()", lambda: torch.linalg.lstsq(square, square)),
+    ("torch.linalg.matrix_exp()", lambda: torch.linalg.matrix_exp(square)),
+    ("torch.linalg.cholesky()", lambda: torch.linalg.cholesky(square)),
+    ("torch.cholesky_inverse()", lambda: torch.cholesky_inverse(square)),
+    ("torch.linalg.inv_ex()", lambda: torch.linalg.inv_ex(square, check_errors=True)),
+    ("torch.linalg.solve()", lambda: torch.linalg.solve(square, x[:3])),
+    ("F.ctc_loss()", ctc_loss),
+    (".new_tensor()", lambda: x.new_tensor([1.0])),
+    ("torch.asarray()", lambda: torch.asarray([1.0], device=device)),
+    ("[...]", lambda: x[[0, 2]]),
+    ("[...]", lambda: x[None, range(2)]),
+    ("[...]", lambda: x[np.array([0, 2])]),
+    ("[...] =", value_by_list),
 ]
 
 
@@ -100,10 +142,41 @@ def test_a_planted_wait_is_found_once_with_its_line(op: str, planted: Callable[[
     with find_syncs() as syncs:
         planted()
     code = planted.__code__
-    line = code.co_firstlineno + (planted is mask_assignment)
+    line = code.co_firstlineno + {"<lambda>": 0, "ctc_loss": 2}.get(code.co_name, 1)
     assert [(s.op, s.count, s.file, s.line) for s in syncs] == [(op, 1, __file__, line)]
     assert syncs[0].hint
 
+
+@pytest.mark.parametrize(("op", "planted"), PLANTED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("around", [False, True])
+def test_inference_mode_hides_nothing(op: str, planted: Callable[[], object], around: bool) -> None:
+    def run() -> Any:
+        torch.manual_seed(0)
+        with find_syncs() as syncs, torch.inference_mode():
+            planted()
+        return syncs
+
+    with torch.inference_mode(around):
+        syncs = run()
+    assert entries(syncs) == [(op, 1)]
+
+
+def test_inference_mode_gives_the_results_of_plain_code() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(2), nn.LSTM(16, 4, batch_first=True)
+    ).eval()
+    images = torch.randn(2, 2, 6, 6)
+    with torch.inference_mode():
+        plain = model(images)[0]
+        with find_syncs() as syncs:
+            watched = model(images)[0]
+    assert torch.equal(watched, plain)
+    assert watched.is_inference()
+    assert entries(syncs) == []
+
+
+packed = nn.utils.rnn.pack_padded_sequence(torch.zeros(3, 2, 1), torch.tensor([3, 2]))
 
 CLEAN: dict[str, Callable[[], object]] = {
     "arithmetic": lambda: (x * 2 + x.sum()).softmax(0).argmax(),
@@ -128,6 +201,16 @@ CLEAN: dict[str, Callable[[], object]] = {
     "packing": lambda: nn.utils.rnn.pack_padded_sequence(torch.zeros(3, 2, 1), torch.tensor([3, 2])),
     "moving a module": lambda: nn.Linear(2, 2).to(device),
     "deep copy": lambda: copy.deepcopy(x),
+    "filled by a number": lambda: (x.masked_fill(mask, 0.5), x.index_fill(0, labels, 0.5), x.index_put((labels,), x[:3])),
+    "one deviation": lambda: torch.normal(x, 1.0),
+    "decompositions without a check": lambda: (
+        torch.linalg.qr(square),
+        torch.linalg.det(square),
+        torch.linalg.cholesky_ex(square),
+    ),
+    "index by tensors": lambda: (x[labels, None], x[..., 0], x[-1], x[None]),
+    "a bound": lambda: torch.linspace(0, 1, 5),
+    "packed sequences": lambda: [recurrent(packed) for recurrent in (nn.LSTM(1, 2), nn.GRU(1, 2), nn.RNN(1, 2))],
 }
 
 
@@ -442,6 +525,7 @@ DEVICE: dict[str, Callable[[Any, Any, Any], object]] = {
     "element from the host": lambda t, m, s: t.clone().__setitem__(0, 1.0),
     "mask": lambda t, m, s: t[m],
     "unique": lambda t, m, s: torch.unique(t),
+    "filled by a value from the host": lambda t, m, s: t.masked_fill(m, half),
     "nonzero": lambda t, m, s: torch.nonzero(t),
     "equal": lambda t, m, s: torch.equal(t, t),
     "arithmetic": lambda t, m, s: (t * 2 + s).sum(),
@@ -474,6 +558,17 @@ def test_reads_of_the_host_before_the_device_was_met_are_dropped() -> None:
         assert entries(syncs) == [(".tolist()", 1)]
         torch.ones(3, device=simgpu.NAME)
     assert entries(syncs) == []
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_kernel_reads_is_found_on_an_accelerator(inference: bool) -> None:
+    values, where, value = on_device(x, mask, scalar)
+    with find_syncs() as syncs, torch.inference_mode(inference):
+        values.masked_fill(where, value)
+        values.sum().item()
+        torch.normal(values, values.abs())
+    assert entries(syncs) == [(".masked_fill()", 1), (".item()", 1), ("torch.normal()", 1)]
 
 
 @pytest.mark.simgpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,21 @@ from torch.optim.lr_scheduler import (
 )
 
 from hotloop import _facts, optimize
+
+
+class Scheduler:
+    """Moved by epochs, as in other libraries."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch, metric=None):
+        raise AssertionError("not called here")
+
+
+class Triplet(nn.Module):
+    def forward(self, anchor, positive, negative):
+        return anchor.sum()
 
 
 class Net(nn.Module):
@@ -117,6 +133,13 @@ CALLS = {
         lambda k: [k.net, k.optimizer, 5], TypeError, r"loss_fn=<int>.*loss_fn\(output, target\).*pass a function",
     ),
     "a name for a loss_fn": (lambda k: [k.net, k.optimizer, "mse"], TypeError, r"loss_fn=<str>.*pass a function"),
+    "a loss_fn of one": (
+        lambda k: [k.net, k.optimizer, lambda output: output.sum()], TypeError,
+        r"loss_fn=<function>.*called as loss_fn\(output, target\).*too many positional arguments; write loss_fn=lambda output, target",
+    ),
+    "a loss_fn of three": (
+        lambda k: [k.net, k.optimizer, Triplet()], TypeError, r"loss_fn=<Triplet>.*missing a required argument: 'negative'",
+    ),
     "a class for a loss_fn": (
         lambda k: [k.net, k.optimizer, nn.MSELoss], TypeError, r"loss_fn=MSELoss.*is a class.*MSELoss\(\)",
     ),
@@ -169,6 +192,18 @@ KIT_WISHES = {
     "a plateau scheduler": (
         lambda k: {"scheduler": ReduceLROnPlateau(k.optimizer)}, TypeError,
         r"ReduceLROnPlateau.*needs a metric.*scheduler\.step\(metric\)",
+    ),
+    "a scheduler by epochs": (
+        lambda k: {"scheduler": Scheduler(k.optimizer)}, TypeError,
+        r"scheduler=Scheduler.*does not fit this one: missing a required argument: 'epoch'.*once `metrics\.updated`",
+    ),
+    "a before_update of the model": (
+        lambda k: {"before_update": lambda model: None}, TypeError,
+        r"before_update=<function>.*without arguments.*missing a required argument: 'model'.*before_update=lambda: ",
+    ),
+    "a metric of three": (
+        lambda k: {"metrics": {"a": lambda x, output, target: 0}}, TypeError,
+        r"metrics=\{'a'.*called as f\(output, target\).*missing a required argument: 'target'",
     ),
     "a scaler with bf16": (
         lambda k: {"scaler": k.scaler, "precision": "bf16"}, ValueError,
@@ -256,18 +291,65 @@ def test_several_of_them_are_all_named():
         optimize(Net(), accumulate=2, clip_norm=1.0)
 
 
-@pytest.mark.parametrize("name", ["channels_last", "fused", "compile", "distributed", "tune"])
-def test_an_argument_that_is_not_there_yet_is_rejected_and_not_ignored(name):
-    if name in (optimize.__kwdefaults__ or {}):
-        pytest.skip("it is there")
+UNKNOWN = {
+    "clip_norm": ["grad_clip", "max_norm", "max_grad_norm", "gradient_clip_val"],
+    "before_update": ["clip_value", "before_updates"],
+    "accumulate": ["accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches", "acumulate"],
+    "precision": ["amp", "mixed_precision", "dtype", "precison"],
+    "scheduler": ["lr_scheduler", "schedulers"],
+    "channels_last": ["memory_format", "channel_last"],
+    "scaler": ["grad_scaler"],
+    "loss_fn": ["criterion"],
+    "compile": ["torch_compile"],
+    "cudnn_benchmark": ["benchmark"],
+}
+
+
+@pytest.mark.parametrize(("meant", "given"), [(meant, given) for meant, names in UNKNOWN.items() for given in names])
+def test_an_argument_of_another_name_is_told_ours(meant, given):
+    k = kit()
+    text = rf"optimize\(\.\.\., {given}=\.\.\.\): there is no argument of this name; write {meant}="
+    refused(k, TypeError, text, [k.net, k.optimizer, k.loss_fn], {given: 1})
+    refused(k, TypeError, text, [k.net], {given: 1})
+
+
+def test_an_argument_that_nothing_is_like_is_told_all():
+    with pytest.raises(TypeError, match=r"xyz=.*it takes device, precision, .*tune$"):
+        optimize(Net(), xyz=1)
+
+
+def adds_arguments(function):
+    """A decorator that gives a function more than it is called with."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args, None)
+
+    return wrapper
+
+
+class Bare(nn.Module):
+    """Its call is its own."""
+
+    def __call__(self, output, target):
+        return output.square().mean()
+
+
+def hooked():
+    loss_fn = Triplet()
+    loss_fn.register_forward_pre_hook(lambda _, args: (*args, args[-1]))
+    return loss_fn
+
+
+@pytest.mark.parametrize("loss_fn", [
+    adds_arguments(lambda output, target, more: output.sum()), Bare(), hooked(), torch.nn.functional.mse_loss, torch.dist,
+    functools.partial(lambda scale, output, target: output.sum() * scale, 2.0), nn.MSELoss(),
+    lambda *args: args[0].sum(), lambda output, target, weight=None: output.sum(),
+])  # fmt: skip
+def test_a_loss_fn_that_fits_or_whose_signature_does_not_tell(loss_fn):
     net = Net()
-    with pytest.raises(TypeError, match=f"'{name}'"):
-        optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss(), **{name: False})
-
-
-def test_a_misspelt_argument_is_rejected():
-    with pytest.raises(TypeError, match="'precison'"):
-        optimize(Net(), precison="fp32")
+    _, step = optimize(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_fn)
+    assert step(torch.randn(5, 4), torch.zeros(5, 2)).updated
 
 
 # --- float16, closures, LSTMs -------------------------------------------------------------------------------------------
@@ -280,6 +362,17 @@ def test_fp16_parameters_with_fp16():
     with pytest.raises(ValueError, match=r"precision='fp16'.*float16 parameters.*unscaled.*model\.float\(\)"):
         optimize(net, optimizer, nn.MSELoss(), precision="fp16")
     assert {p.dtype for p in net.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("wish", [{"precision": "fp16"}, {"scaler": torch.amp.GradScaler("cpu")}], ids=["asked for", "scaler"])
+def test_complex_parameters_with_fp16(wish):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"precision='fp16'.*complex parameters.*write precision='bf16' or 'fp32'"):
+        optimize(net, optimizer, nn.MSELoss(), **wish)
+    optimize(net[0], optimizer, nn.MSELoss(), **wish)
+    net[1].requires_grad_(False)
+    optimize(net, optimizer, nn.MSELoss(), **wish)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

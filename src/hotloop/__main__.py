@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import platform
 import sys
@@ -21,6 +21,7 @@ from hotloop._compare import compare
 from hotloop._facts import machine
 from hotloop._optimize import optimize
 from hotloop._plan import Plan
+from hotloop._processes import world_around
 
 
 class _UserError(Exception):
@@ -58,34 +59,49 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    make, batches = _load(options.make, options.batches)
+    ours = sys.argv
     try:
+        make, batches = _load(options.make, options.batches)
         report = compare(make, batches, steps=options.steps, exact=options.exact)
     except (TypeError, ValueError) as error:
         if not str(error).startswith(("compare(", "optimize(")):
             raise  # from the user's own code: its traceback tells more
         raise _UserError(error) from error
+    except SystemExit as ended:
+        raise _UserError(
+            f"compare {options.make}: the code that it calls ended the process (exit code {ended.code}); "
+            f"{options.make.partition(':')[2]}() builds and returns, and the rest of a script belongs under "
+            '`if __name__ == "__main__":`'
+        ) from ended
+    finally:
+        sys.argv = ours
     print(report)
     try:
         if options.json:
             Path(options.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
         if options.plot:
             report.plot(options.plot)
-    except (OSError, ImportError) as error:
+    except (OSError, ImportError, ValueError) as error:  # the last for a suffix that matplotlib does not draw
         raise _UserError(f"the report was not written: {error}") from error
 
 
 def _load(path: str, batches_name: str) -> tuple[Any, Any]:
     """What `module:make` names, and the batches beside it."""
     module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name) or module_name.startswith("."):
+    if not (module_name and colon and name):
         raise _UserError(f"compare {path}: write module:make, for example `python -m hotloop compare train:make`")
+    plain = module_name.removesuffix(".py").replace("\\", "/").strip("./").replace("/", ".")
+    if module_name != plain:
+        raise _UserError(
+            f"compare {path}: {module_name} is a file, and a module is asked for; write {plain}:{name}, in the folder that holds it"
+        )
     try:
+        spec = importlib.util.find_spec(module_name)
+        sys.argv = [spec.origin if spec and spec.origin else module_name]  # a script that looks for its arguments has none
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise _UserError(
-            f"compare {path}: cannot import {module_name} ({error}); run it in the folder that holds {module_name}.py, and "
-            "name the module without its .py"
+            f"compare {path}: cannot import {module_name} ({error}); run it in the folder that holds {module_name}.py"
         ) from error
     except SystemExit as ended:
         raise _UserError(
@@ -102,7 +118,7 @@ def _load(path: str, batches_name: str) -> tuple[Any, Any]:
             f"compare {path}: {module_name} has no {batches_name!r}; write `{batches_name} = DataLoader(...)`, a list of "
             "batches or a function that returns one, or name it with --batches"
         )
-    return make, batches() if callable(batches) else batches
+    return make, batches
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -129,13 +145,26 @@ def _versions() -> dict[str, str]:
 
 def _machine() -> dict[str, Any]:
     facts = {name: str(value) if isinstance(value, torch.device) else value for name, value in asdict(machine()).items()}
-    return {"system": platform.platform(), "processor": platform.machine(), "threads": torch.get_num_threads(), **facts}
+    own = {"system": platform.platform(), "processor": platform.machine(), "threads": torch.get_num_threads()}
+    return {**own, "processes": _processes(), **facts}
+
+
+def _processes() -> str:
+    try:
+        world = world_around()
+    except ValueError as error:
+        return str(error)
+    if world is None:
+        return "1"
+    return f"{world.size}, by the environment, and this is rank {world.rank}: optimize joins them, which the doctor does not"
 
 
 def _sample_plan() -> Plan:
     blocks = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.BatchNorm2d(128), nn.ReLU()]
     network = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
-    return optimize(network, torch.optim.SGD(network.parameters(), lr=0.1), nn.CrossEntropyLoss()).step.plan
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    # To join other processes is to wait for them.
+    return optimize(network, optimizer, nn.CrossEntropyLoss(), distributed="auto" if _processes() == "1" else False).step.plan
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from hotloop._loops import Loop, RandomState, plain_step, seed
 from hotloop._optimize import optimize
 from hotloop._parts import live_of
 from hotloop._rebind import following
+from hotloop._tree import leaves, map_leaves
 
 Made = tuple[nn.Module, Optimizer, Any]
 
@@ -24,13 +27,16 @@ _TURNS = 20
 _CHANGES = frozenset({"accumulate", "clip_norm", "scheduler", "before_update"})
 
 
-def compare(make: Callable[[], Any], batches: Iterable[Any], *, steps: int = 100, **wishes: Any) -> Comparison:
+def compare(
+    make: Callable[[], Any], batches: Iterable[Any] | Callable[[], Iterable[Any]], *, steps: int = 100, **wishes: Any
+) -> Comparison:
     """Train by the plain loop and by the wrapped one, and report what the wrap is worth on this model.
 
     Args:
         make: builds a fresh `(model, optimizer, loss_fn)`, or `(model, optimizer)` for a model that returns its own loss. It
             is called twice, from one seed.
-        batches: what both loops train on, in this order; begun again at its end, unless it is an iterator.
+        batches: what both loops train on, in this order; begun again at its end, unless it is an iterator. Or a function that
+            returns it. Tensors that the model changes in place are copied for each loop.
         steps: how many steps of each loop are timed. Five more come before.
         wishes: arguments for `optimize` that leave the training what it is, such as `exact=True` or `precision="bf16"`.
 
@@ -43,7 +49,7 @@ def compare(make: Callable[[], Any], batches: Iterable[Any], *, steps: int = 100
         the weights, and the final losses. `print` shows it, `as_dict()` is plain data, `plot(path)` draws it.
 
     Raises:
-        TypeError: `make` returns something else.
+        TypeError: `make` returns something else, or `batches` are none.
         ValueError: `make` cannot build twice, the batches run out, or a loss is not finite.
 
     Costs the time of the steps and the memory of both models. The global random state is put back.
@@ -70,6 +76,7 @@ def compare(make: Callable[[], Any], batches: Iterable[Any], *, steps: int = 100
         )
     before = RandomState()
     try:
+        batches = _iterable(batches)
         (model, optimizer, loss_fn), wrapped = _build_twice(make)
         wrapped_model, step = optimize(*wrapped, **wishes)
         device = live_of(wrapped_model).parts.device  # type: ignore[union-attr]
@@ -87,15 +94,33 @@ def compare(make: Callable[[], Any], batches: Iterable[Any], *, steps: int = 100
 
 
 def _run(loops: tuple[Loop, Loop], batches: _Batches, steps: int) -> None:
+    are_changed = False
     for measure, count in ((Loop.train, _WARM_UP - 2), (Loop.measure_memory, 1), (Loop.count_syncs, 1)):
         chunk = batches.take(count)
         for loop in reversed(loops):  # a step explains what is wrong with a batch, a plain loop does not
-            measure(loop, chunk)
+            copies = map_leaves(_copy, chunk)
+            measure(loop, copies)
+            are_changed |= any(tensor._version for tensor in leaves(copies))
     length = max(1, steps // _TURNS)
     for turn, first in enumerate(range(0, steps, length)):
         chunk = batches.take(min(length, steps - first))
         for loop in loops if turn % 2 == 0 else loops[::-1]:
-            loop.times.append(loop.train(chunk) / len(chunk))
+            own = map_leaves(_copy, chunk) if are_changed else chunk
+            loop.times.append(loop.train(own) / len(own))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _iterable(batches: Any) -> Iterable[Any]:
+    made = _called(batches, "batches") if callable(batches) and not isinstance(batches, Iterable) else batches
+    if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+        what = f"<{type(made).__name__}>" if made is batches else f"<function that returns {type(made).__name__}>"
+        raise TypeError(
+            f"compare(make, {what}): both loops train on batches; pass a loader, a list of batches, or a function that returns one"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 class _Batches:
@@ -128,10 +153,22 @@ def _cycle(batches: Iterable[Any]) -> Iterator[Any]:
         iterator = iter(batches)
 
 
+def _called(function: Callable[[], Any], name: str) -> Any:
+    try:
+        inspect.signature(function).bind()
+    except ValueError:  # nothing is known of some callables
+        pass
+    except TypeError as error:
+        raise TypeError(
+            f"compare(make, batches): {name}() is called without arguments, and has {error}; give it defaults, or pass a lambda"
+        ) from error
+    return function()
+
+
 def _build_twice(make: Callable[[], Any]) -> tuple[Made, Made]:
     """What `make` builds, twice from one seed: two trainings that share nothing and start alike."""
     seed()
-    first = _checked(make())
+    first = _checked(_called(make, "make"))
     seed()
     try:
         second = _checked(make())
@@ -140,19 +177,41 @@ def _build_twice(make: Callable[[], Any]) -> tuple[Made, Made]:
             f"compare(make, batches): make() failed when it was called for the second time ({type(error).__name__}: {error}); "
             "it builds a new model, a new optimizer and a new loss_fn each time"
         ) from error
-    ours, theirs = dict(first[0].named_parameters()), dict(second[0].named_parameters())
-    if first[1] is second[1] or {*map(id, ours.values())} & {*map(id, theirs.values())}:
+    if first[1] is second[1] or _trained(first) & _trained(second):
         raise ValueError(
-            "compare(make, batches): make() returned the same model or optimizer twice, and two loops cannot train it; "
-            "build new ones inside of make()"
+            "compare(make, batches): make() returned the same model or optimizer twice, or a loss_fn with the same trained "
+            "parameters, and two loops cannot train them; build new ones inside of make()"
         )
-    for name, parameter in ours.items():
-        if not is_lazy(parameter) and not torch.equal(parameter, theirs[name]):
+    if first[2] is second[2] and isinstance(first[2], nn.Module):  # it may count, or average
+        second = *second[:2], copy.deepcopy(second[2])
+    theirs = dict(_state(second))
+    for name, ours in _state(first):
+        if not is_lazy(ours) and not _are_equal(ours, theirs.get(name)):
             raise ValueError(
                 f"compare(make, batches): make() built two models that differ from the start, in {name!r}, although both were "
-                "built from the same seed; take all random numbers in it from the global generators"
+                "built from the same seed; take all random numbers in it from the global generators, and leave no memory as "
+                "torch.empty gives it"
             )
     return first, second
+
+
+def _trained(made: Made) -> set[int]:
+    model, optimizer, _ = made
+    return {id(p) for p in chain(model.parameters(), *(group["params"] for group in optimizer.param_groups))}
+
+
+def _state(made: Made) -> Iterator[tuple[str, Tensor]]:
+    for module, prefix in ((made[0], ""), (made[2], "loss_fn")):
+        if isinstance(module, nn.Module):
+            yield from chain(module.named_parameters(prefix), module.named_buffers(prefix))
+
+
+def _are_equal(ours: Tensor, theirs: Tensor | None) -> bool:
+    if theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if ours.layout is not torch.strided or ours.is_meta:  # such as a graph in a buffer, which torch does not compare
+        return True
+    return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def _checked(made: Any) -> Made:
@@ -174,7 +233,7 @@ def _difference(first: nn.Module, second: nn.Module) -> float:
     largest = 0.0
     theirs = second.state_dict()
     for name, ours in first.state_dict().items():
-        if isinstance(ours, Tensor) and ours.numel():
+        if isinstance(ours, Tensor) and ours.layout is torch.strided and ours.numel():
             wide = torch.complex128 if ours.is_complex() else torch.float64
             difference = (ours.cpu().to(wide) - theirs[name].cpu().to(wide)).abs().max().item()
             if not difference <= largest:  # nan is the largest of all

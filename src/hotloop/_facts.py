@@ -75,6 +75,7 @@ class Traits:
     wide: float  # the share of the parameters that lies in matrices large enough for 16-bit units to pay
     fairly_wide: float  # ... to pay for a call with at least MANY_ROWS rows
     patch: tuple[int, int] | None  # height and width of the patches that a first layer makes tokens of
+    complex: bool = False  # a trained parameter is complex
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         wide=sum(p.numel() for p in known if _is_wide(p, 512)) / max(total, 1),
         fairly_wide=sum(p.numel() for p in multiplied if _is_wide(p, 128)) / max(sum(p.numel() for p in multiplied), 1),
         patch=_patch(images, known),
+        complex=any(p.is_complex() and p.requires_grad for p in parameters),
     )
 
 

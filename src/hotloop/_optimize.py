@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotloop import _validate
+from hotloop._arguments import refuse_unknown
 from hotloop._batch_loss import Settings
 from hotloop._build import build, remarks
 from hotloop._distributed_step import DistributedStep
@@ -118,6 +119,7 @@ def optimize(
     keep_output: bool = False,
     exact: bool = False,
     tune: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Wrap a model, and with an optimizer make its training step.
 
@@ -161,6 +163,8 @@ def optimize(
     >>> sorted(metrics), metrics.updated
     (['loss'], True)
     """
+    if unknown:
+        refuse_unknown(unknown, [*(optimize.__kwdefaults__ or ())])
     modules = _validate.models(model)
     accumulate, clip_norm = as_number(accumulate), as_number(clip_norm)
     wishes = {

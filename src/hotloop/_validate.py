@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hotloop._arguments import misfit_of
 from hotloop._forms import RESERVED, with_loss_fn
 from hotloop._optimizer_traits import needs_closure
 from hotloop._parts import live_of
@@ -97,6 +98,11 @@ def schedulers(given: Any, found: Sequence[Optimizer]) -> list[Any]:
                 f"optimize(..., scheduler={_kind(scheduler)}): pass a torch.optim.lr_scheduler, or "
                 "step your own schedule yourself, once `metrics.updated` is True"
             )
+        if misfit := misfit_of(scheduler.step):
+            raise TypeError(
+                f"optimize(..., scheduler={name}): an update calls scheduler.step(), which does not fit this one: {misfit}; leave "
+                "scheduler away and step it yourself, once `metrics.updated` is True"
+            )
         if not any(scheduler.optimizer is optimizer for optimizer in found):
             raise ValueError(
                 f"optimize(..., scheduler={name}): this scheduler moves another optimizer; make it with the optimizer given here"
@@ -122,6 +128,11 @@ def settings(
         )
     if isinstance(loss_fn, type):
         raise TypeError(f"optimize(..., loss_fn={loss_fn.__name__}): this is a class; pass {loss_fn.__name__}()")
+    if loss_fn is not None and (misfit := misfit_of(loss_fn, "output", "target")):
+        raise TypeError(
+            f"optimize(..., loss_fn={_kind(loss_fn)}): a loss_fn is called as loss_fn(output, target), which does not fit: {misfit}; "
+            "write loss_fn=lambda output, target: ..., or leave it away and call step(loss)"
+        )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"optimize(..., accumulate={accumulate!r}): accumulate counts micro-batches; pass a whole number from 1 on"
@@ -138,6 +149,11 @@ def settings(
         )
     if before_update is not None and not callable(before_update):
         raise TypeError(f"optimize(..., before_update={_kind(before_update)}): it is called without arguments; pass a function")
+    if before_update is not None and (misfit := misfit_of(before_update)):
+        raise TypeError(
+            f"optimize(..., before_update={_kind(before_update)}): it is called without arguments, which does not fit: {misfit}; "
+            "write before_update=lambda: ..."
+        )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"optimize(..., scaler={_kind(scaler)}): pass a torch.amp.GradScaler, or leave it away")
     _check_metrics(metrics)
@@ -153,6 +169,11 @@ def _check_metrics(metrics: Any) -> None:
     for name in metrics:
         if name in RESERVED:
             raise ValueError(f"optimize(..., metrics={{{name!r}: ...}}): {name!r} is the step's own metric; use another name")
+        if misfit := misfit_of(metrics[name], "output", "target"):
+            raise TypeError(
+                f"optimize(..., metrics={{{name!r}: ...}}): a metric is called as f(output, target), which does not fit: {misfit}; "
+                "write lambda output, target: ..."
+            )
 
 
 def flag(name: str, value: Any) -> None:

@@ -24,6 +24,11 @@ SIZE = "give the size (output_size=, num_classes=, min= and max=), or scatter_ad
 COPY = "batches: prefetch(loader, model), or pinned memory and non_blocking=True; results: one copy after the loop"
 MADE = "torch.full, zeros, arange or stack make it on the device; or make it once, before the loop"
 CHECK = "torch reads the values to check them; a variant without the check (linalg.*_ex) does not"
+TERMS = "torch reads the norms to choose how many terms to take; do it every n steps, or outside of the loop"
+VALUE = "a number is not read; nor is a tensor by torch.where(mask, value, x)"
+LENGTHS = "the kernel reads the lengths on the host: keep them there"
+PUT = "a mask becomes positions, and positions from the host are copied: torch.where, or positions on the device"
+INDEX = "positions from the host are copied: make them a tensor on the device once, before the loop"
 ASKED = "leave it out of the loop; to measure time, record events and read them at the end"
 STORED = "store every n steps; it copies every tensor to the host"
 LOOK = "look at the metrics every n steps; step.mean() sums them on the device"
@@ -59,6 +64,28 @@ def _assigns(target: Tensor, indices: Any, values: Tensor, *rest: Any) -> bool:
     return not fills and _selects(target, indices)
 
 
+def _reads_value(target: Tensor, *rest: Any) -> bool:
+    """The last argument, a tensor that the kernel takes as a number. To read it from the host does not wait."""
+    return isinstance(rest[-1], Tensor) and rest[-1].device == target.device
+
+
+def _reads_bounds(*bounds: Any, device: torch.device | None = None, **_: Any) -> bool:
+    tensors = [bound for bound in bounds if isinstance(bound, Tensor)]
+    return any(device is None or tensor.device.type == device.type for tensor in tensors)
+
+
+def _reads_lengths(log_probs: Tensor, _: Tensor, *lengths: Any, **__: Any) -> bool:
+    return _reads_value(log_probs, lengths[0]) or _reads_value(log_probs, lengths[1])
+
+
+def _checks_deviation(_: Any, std: Any = 1.0, *__: Any, **___: Any) -> bool:
+    return isinstance(std, Tensor) and std.numel() > 0
+
+
+def _is_checked(*_: Any, check_errors: bool = False, **__: Any) -> bool:
+    return check_errors
+
+
 def _has_no_bounds(_: Tensor, bins: int = 100, min: float = 0, max: float = 0, **__: Any) -> bool:
     return min == max
 
@@ -91,7 +118,17 @@ OPERATORS: dict[str, tuple[Rule, str]] = {
     "bincount": (_always, SIZE),
     "histc": (_has_no_bounds, SIZE),
     "multinomial": (_checks_weights, CHECK),
+    "normal": (_checks_deviation, CHECK),
     "_linalg_check_errors": (_always, CHECK),
+    # These check inside of their kernels.
+    **dict.fromkeys(("_linalg_eigh", "linalg_eig", "_linalg_eigvals", "_linalg_svd", "linalg_pinv"), (_always, CHECK)),
+    **dict.fromkeys(("linalg_lstsq", "cholesky", "cholesky_inverse"), (_always, CHECK)),
+    **dict.fromkeys(("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex"), (_is_checked, CHECK)),
+    **dict.fromkeys(("linalg_lu_factor_ex", "linalg_ldl_factor_ex"), (_is_checked, CHECK)),
+    "linalg_matrix_exp": (_always, TERMS),
+    **dict.fromkeys(("masked_fill", "masked_fill_", "index_fill", "index_fill_"), (_reads_value, VALUE)),
+    **dict.fromkeys(("linspace", "logspace"), (_reads_bounds, READ)),
+    "_ctc_loss": (_reads_lengths, LENGTHS),
     "_to_copy": (_crosses, COPY),
     "copy_": (_copies, COPY),
 }
@@ -106,6 +143,22 @@ def _is_built(data: Any, *_: Any, device: Any = None, **__: Any) -> bool:
     return device is not None or (not isinstance(data, Tensor) and any(True for _ in leaves(data)))
 
 
+def _copies_to_new(_: Tensor, data: Any, *__: Any, device: Any = None, **___: Any) -> bool:
+    return device is not None or not isinstance(data, Tensor)
+
+
+def _indexes_from_host(_: Tensor, index: Any, *__: Any) -> bool:
+    """A list, a range or an array of positions becomes a tensor on the device; a list of tensors is a tuple of indices."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(hasattr(part, "__len__") and not any(True for _ in leaves(part)) for part in parts)
+
+
+def _puts(target: Tensor, index: Any, value: Any, *_: Any, **__: Any) -> bool:
+    """`x[mask] = 0` is a masked_fill, `x[mask] = scalar_tensor` is not, and an operator cannot tell them apart on a CPU."""
+    is_masked = any(leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves(index))
+    return (is_masked and isinstance(value, Tensor) and value.dim() == 0) or _indexes_from_host(target, index)
+
+
 # What dispatches nothing that tells, where the tensor is on the CPU already; such a tensor stands for one on a device.
 FUNCTIONS: dict[Callable[..., Any], tuple[Rule, str]] = {
     **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__), (_always, READ)),
@@ -113,10 +166,15 @@ FUNCTIONS: dict[Callable[..., Any], tuple[Rule, str]] = {
     Tensor.to: (_moves, COPY),
     torch.tensor: (_is_built, MADE),
     torch.as_tensor: (_is_built, MADE),
+    torch.asarray: (_is_built, MADE),
+    Tensor.new_tensor: (_copies_to_new, MADE),
+    Tensor.__getitem__: (_indexes_from_host, INDEX),
+    Tensor.__setitem__: (_puts, PUT),
+    **dict.fromkeys((torch.index_put, Tensor.index_put, Tensor.index_put_), (_puts, PUT)),
 }
 
 # Calls that torch's own code makes on tensors that are where they should be.
-PLACING = (Tensor.to, torch.tensor, torch.as_tensor)
+PLACING = (Tensor.to, torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
 def checks_on_host(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -74,7 +74,9 @@ class Watch:
     def run_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads, hint = rules.FUNCTIONS.get(func, (rules.never, ""))
         on_host = self._is_copied_here(args) or rules.checks_on_host(func, args, kwargs)
-        result = self.run(Call(func, hint, False, reads(*args, **kwargs), on_host), func, *args, **kwargs)
+        may_wait = reads(*args, **kwargs)
+        call = Call(func, hint if may_wait else "", False, may_wait, on_host)
+        result = self.run(call, func, *args, **kwargs)
         if func == Tensor.cpu:
             self._copied = weakref.ref(result), _place(list(self.stack()))
         return result
@@ -140,6 +142,10 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Inference mode leaves it to the kernels to take operators apart, such as `item` and `linalg.inv`: out of sight.
+        if torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name):
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         self._watch.see_operator(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -158,6 +164,8 @@ class Functions(TorchFunctionMode):
         return self._watch.run_function(func, args, kwargs)
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 # A backward pass is many operators and hooks, and each of them counts by itself.
 _BACKWARD = (Tensor.backward, torch.autograd.grad)
 
@@ -167,6 +175,7 @@ _FINDER = (_OWN, f"{_HOTLOOP}_syncs.py")
 _PLAIN_LOOP = f"{_HOTLOOP}_loops.py"  # stands for a user's
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOADERS = (os.path.join(_TORCH, "utils", "data", ""), f"{_HOTLOOP}_loading.py")
+_RECURRENT = torch.nn.modules.rnn.__file__
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _PYTHON = ("<frozen", "<eval_with_key", os.path.dirname(os.__file__) + os.sep)
 
@@ -193,12 +202,14 @@ def _place(stack: list[FrameType]) -> Place:
 def _is_work_of_the_host(stack: list[FrameType], op: Any) -> bool:
     """Whether code that reads CPU tensors would read CPU tensors on a machine with an accelerator too.
 
-    So do data loaders, an optimizer with its step counter and learning rate, torch where it places what it made, and
-    hotloop, which leaves on a device what it reads at once on a CPU.
+    So do data loaders, an optimizer with its step counter and learning rate, a recurrent layer with the `batch_sizes` of a
+    packed sequence, torch where it places what it made, and hotloop, which leaves on a device what it reads at once on a CPU.
     """
     inner = stack[0]
     owner = _owner(inner)
-    if owner == "hotloop" or (owner == "torch" and (op in rules.PLACING or _is_setting(inner.f_code.co_name, op))):
+    if owner == "hotloop" or inner.f_code.co_filename == _RECURRENT:
+        return True
+    if owner == "torch" and (op in rules.PLACING or _is_setting(inner.f_code.co_name, op)):
         return True
     return any(frame.f_code.co_filename.startswith(_LOADERS) for frame in stack)
 

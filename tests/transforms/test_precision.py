@@ -46,6 +46,7 @@ def amx(monkeypatch):
     ({"device": CUDA, "bf16": True}, "bf16", "H9 has native bfloat16.*4e-3"),
     ({"device": CUDA}, "fp16", "H9 has float16 kernels.*5e-4"),
     ({"device": CUDA, "closure": True}, "fp32", "float16 scaling does not allow"),
+    ({"device": CUDA, "model": nn.Linear(2, 2, dtype=torch.complex64)}, "fp32", "complex parameters, which float16 scaling"),
     ({"device": CUDA, "bf16": True, "closure": True}, "bf16", "native bfloat16"),
     ({"device": CUDA, "bf16": True, "exact": True}, "fp32", "exact=True"),
     ({"device": torch.device("mps")}, "fp32", "mps.*precision='bf16' asks"),

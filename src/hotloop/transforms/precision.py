@@ -68,6 +68,8 @@ def _automatic(facts: Facts) -> Decision:
             return _decision(
                 facts, "bf16", f"{machine.accelerator_name} has native bfloat16; rounds to 8 bits (relative error 4e-3)"
             )
+        if traits.complex:
+            return _decision(facts, "fp32", "the model has complex parameters, which float16 scaling does not allow")
         if facts.closure:
             return _decision(facts, "fp32", "the optimizer evaluates the loss again, which float16 scaling does not allow")
         return _decision(
@@ -110,6 +112,10 @@ def _checked(facts: Facts, choice: str, why: str) -> Decision:
         raise ValueError(
             f"{call}: there are float16 parameters to train, whose gradients cannot be unscaled; keep them in float32 "
             "(model.float()), autocast runs the kernels in float16 all the same"
+        )
+    if choice == "fp16" and facts.traits.complex and facts.optimizers:
+        raise ValueError(
+            f"{call}: the model has complex parameters, whose gradients torch's scaler cannot unscale; write precision='bf16' or 'fp32'"
         )
     if choice == "fp32" or facts.device.type != "cpu":
         return _decision(facts, choice, why)
