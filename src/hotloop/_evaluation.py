@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from hotloop._call import in_evaluation
+from hotloop._call import body
 from hotloop._detours import Detour, close_detour, open_detour
 from hotloop._device import accelerator
 from hotloop._folding import Folding
-from hotloop._model_calls import ModelCall, Region, asked
+from hotloop._model_calls import ModelCall, Region
 from hotloop._modes import Modes, plain, submodules
 from hotloop._parts import live_of, lives_within
 from hotloop._plan import Decision, Plan
@@ -96,14 +96,14 @@ class Evaluation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Gradients and the precision are as asked for, in this thread or task."""
+        """Gradients and the precision are as asked for, in this thread."""
         gradients = torch.inference_mode if self._wishes.inference == "inference_mode" else torch.no_grad
-        before = in_evaluation.set(True)
+        before, body.evaluates = body.evaluates, True
         try:
             with gradients(), self._precision():
                 yield
         finally:
-            in_evaluation.reset(before)
+            body.evaluates = before
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -123,12 +123,12 @@ class Evaluation:
         if region is None and not (self._casts or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))):
             yield
             return
-        before = asked.set(region or asked.get())
+        before, body.region = body.region, region or body.region
         try:
             with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)) if region is None else region():
                 yield
         finally:
-            asked.reset(before)
+            body.region = before
             torch.clear_autocast_cache()
 
 
