@@ -18,7 +18,7 @@ LAYERS = [
     # plain data, and tools that know nothing of the rest
     "_processes _device",
     "_tree _exchange _median _backward _dynamo _reading _modes _window _scaling _state_check _forms",
-    "_hints _map_watch _contents _decorated _detours _folded_weights _pairs _found_models _shares",
+    "_hints _map_watch _contents _decorated _detours _folded_weights _pairs _found_models _shares _write_back",
     # the parts; how an optimizer is handled
     "_parts _given _rebind",
     "_stepping",

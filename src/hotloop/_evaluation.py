@@ -47,6 +47,7 @@ class Evaluation:
                 "well; leave precision away"
             )
         self._wishes = wishes
+        self.write_back: Callable[[], None] = _nothing  # of arguments that the body was given copies of
         self._modes = Modes(models)
         self._casts = any(live.parts.autocast.dtype is not None for model in models if (live := live_of(model)) is not None)
         alone = self._modes.modules if len(models) == 1 else None
@@ -104,6 +105,7 @@ class Evaluation:
                 yield
         finally:
             body.evaluates = before
+            self.write_back()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -130,6 +132,9 @@ class Evaluation:
         finally:
             body.region = before
             torch.clear_autocast_cache()
+
+
+def _nothing() -> None: ...
 
 
 class _Folded:
