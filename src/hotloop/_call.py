@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop._device import autocasts
 from hotloop._parts import Live, Parts
 from hotloop._tree import leaves, map_leaves, move_call
 
@@ -78,7 +79,7 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
             return finished(output, live, parts, detach=not torch.is_grad_enabled())
     finally:
         parts.flags.put_back(found)
-        if torch.is_autocast_enabled(parts.device.type) and torch.is_grad_enabled() and _casts_lose_their_graph():
+        if autocasts(parts.device.type) and torch.is_grad_enabled() and _casts_lose_their_graph():
             torch.clear_autocast_cache()
 
 

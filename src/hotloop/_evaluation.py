@@ -12,7 +12,7 @@ from torch import nn
 
 from hotloop._call import body
 from hotloop._detours import Detour, close_detour, open_detour
-from hotloop._device import accelerator
+from hotloop._device import accelerator, autocasts
 from hotloop._folding import Folding
 from hotloop._model_calls import ModelCall, Region
 from hotloop._modes import Modes, plain, submodules
@@ -122,7 +122,7 @@ class Evaluation:
         """
         kind = (self.device or accelerator() or torch.device("cpu")).type
         region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])
-        if region is None and not (self._casts or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))):
+        if region is None and not (self._casts or autocasts(kind)):
             yield
             return
         before, body.region = body.region, region or body.region

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hotloop._call import body, call, finished, transform_level
 from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
+from hotloop._device import autocasts
 from hotloop._facts import Facts, machine, traits
 from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts, lives_within
@@ -84,7 +85,7 @@ class ModelCall(Detour):
         light = self._light
         if (
             light is not None
-            and not torch.is_autocast_enabled(self._device_type)
+            and not autocasts(self._device_type)
             and not torch.compiler.is_compiling()
             and (body.evaluates or not torch.is_grad_enabled())
         ):
@@ -96,14 +97,14 @@ class ModelCall(Detour):
             return call(self._settled, self._live, args, kwargs)
         region = body.region
         if region is None:
-            if self._folds or torch.is_autocast_enabled(self._device_type):
+            if self._folds or autocasts(self._device_type):
                 return self._settled(*args, **kwargs)
             return silent(self.run, args, kwargs)
         with region():  # inside the one that the wrapped model has opened
             return self._settled(*args, **kwargs)
 
     def _settled(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(self._device_type):
+        if autocasts(self._device_type):
             self._drop_stale_casts()
         return settled(self.run, args, kwargs)
 
