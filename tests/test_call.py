@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop import optimize
+from hotloop import fast_eval, optimize
 from hotloop._tree import leaves
 from observing import Operators
 
@@ -721,6 +721,29 @@ def test_a_batch_that_holds_itself_ends():
     batch: dict[str, Any] = {"x": X}
     batch["self"] = batch
     assert model(batch) is batch
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_model_on_meta(mode):
+    model, _ = training(nn.Linear(4, 2).to("meta"), nn.MSELoss(), device="meta")
+    x = torch.ones(3, 4, device="meta")
+    output = getattr(model, mode)()(x)
+    assert (output.shape, output.device.type, output.requires_grad) == ((3, 2), "meta", mode == "train")
+    assert fast_eval(lambda model: model(x))(model).shape == (3, 2)
+
+
+def test_a_step_on_meta():
+    _, step = training(nn.Linear(4, 2).to("meta"), nn.MSELoss(), device="meta")
+    assert step(torch.ones(3, 4, device="meta"), torch.ones(3, 2, device="meta")).updated
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_frozen_scripted_model():
+    raw = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 2)).eval()))
+    model, x = optimize(raw), torch.ones(3, 4)
+    for one in (model, copy.deepcopy(model), model.eval()):
+        assert torch.equal(one(x), raw(x))
+        assert not one.training
 
 
 # --- methods ------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import io
 import itertools
 import json
 import multiprocessing
+import operator
 import pickle
 import types
 import warnings
-from collections import namedtuple
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -882,9 +883,79 @@ def test_without_a_model_a_loader_is_left_alone() -> None:
         assert fast_eval(lambda loader: type(loader) is DataLoader)(loader)
 
 
+@dataclass
+class Run:
+    batches: Any
+    best: float = 0.0
+
+
+def write(model: nn.Module, state: Any, log: Any) -> Any:
+    model(X)
+    state["best"] = state.pop("worst") + 1
+    state["same"] = state["loader"]
+    state["inner"]["seen"] = True
+    log[1:1] = ["inserted"]
+    log.append(log[0])
+    return 0
+
+
+def write_and_fail(model: nn.Module, state: Any, log: Any) -> Any:
+    write(model, state, log)
+    raise KeyError("mine")
+
+
+def write_in_pieces(model: nn.Module, state: Any, log: Any) -> Any:
+    yield 1
+    write(model, state, log)
+    yield 2
+
+
+async def write_in_a_coroutine(model: nn.Module, state: Any, log: Any) -> Any:
+    await asyncio.sleep(0)
+    write(model, state, log)
+
+
+RUN = {
+    write: lambda function, *args: function(*args),
+    write_and_fail: lambda function, *args: function(*args),
+    write_in_pieces: lambda function, *args: (values := function(*args), next(values), next(values)),  # not to its end
+    write_in_a_coroutine: lambda function, *args: asyncio.run(function(*args)),
+}
+
+
+@pytest.mark.parametrize("function", RUN)
+def test_what_the_body_writes_into_its_arguments_reaches_the_caller(function: Any) -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=2)
+    state, log = {"loader": loader, "worst": 1, "inner": {"test": [loader]}}, [loader]
+    same = (state, state["inner"], log)
+    kept = None
+    with contextlib.suppress(KeyError):
+        kept = RUN[function](fast_eval(function), net(), state, log)
+    assert state == {"loader": loader, "inner": {"test": [loader], "seen": True}, "best": 2, "same": loader}
+    assert log == [loader, "inserted", loader]
+    assert all(map(operator.is_, same, (state, state["inner"], log)))
+    del kept
+
+
 @pytest.mark.simgpu
 class TestOnASecondDevice:
     """Everything begins on the host; the model is on the device."""
+
+    def test_what_the_body_writes_into_arguments_that_were_moved(self, device: str) -> None:
+        @fast_eval
+        def evaluate(model: nn.Module, state: Any, log: Any, run: Any) -> Any:
+            state["new"] = model(state["x"])
+            log.appendleft(state["x"])
+            run.best = 0.5
+            return 0
+
+        x = torch.ones(3, 4)
+        state, log, run = defaultdict(list, x=x), deque([x]), Run([x])
+        evaluate(self.model(device), state, log, run)
+        assert state["x"] is x
+        assert state["new"].device == torch.device(device)
+        assert [item is x for item in log] == [True, True]
+        assert (run.best, run.batches[0] is x) == (0.5, True)
 
     @pytest.fixture
     def device(self) -> str:

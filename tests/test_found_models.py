@@ -227,3 +227,31 @@ def test_looking_for_models_computes_no_attribute() -> None:
         return lazy.model
 
     assert [*NamedModels(named)] == []
+
+
+def test_attributes_and_methods_of_the_name_of_a_global_are_not_it() -> None:
+    def attribute(job: Any) -> Any:
+        return job.GLOBAL, job.inner.BY_NAME
+
+    def method(job: Any) -> Any:
+        return job.GLOBAL(1), [other.GLOBALS for other in job]
+
+    def assigned(job: Any) -> Any:
+        job.GLOBAL = 1
+        del job.GLOBAL
+        import GLOBAL.BY_NAME as GLOBALS  # type: ignore[import-not-found]
+
+        return GLOBALS
+
+    for function in (attribute, method, assigned):
+        assert list(NamedModels(function)) == []
+
+
+def test_named_in_the_body_of_a_class() -> None:
+    def uses() -> Any:
+        class Holder:
+            model = GLOBAL
+
+        return Holder
+
+    assert list(NamedModels(uses)) == [GLOBAL]

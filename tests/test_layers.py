@@ -19,7 +19,7 @@ LAYERS = [
     "_device",
     "_processes",
     "_tree _exchange _median _backward _dynamo _reading _modes _window _scaling _state_check _forms",
-    "_arguments _losses _hints _map_watch _contents _decorated _detours _folded_weights _pairs _found_models _shares",
+    "_arguments _losses _hints _map_watch _contents _decorated _detours _folded_weights _pairs _found_models _shares _write_back",
     # the parts; how an optimizer is handled
     "_parts _given _rebind",
     "_stepping",

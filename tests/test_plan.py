@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import replace
 
@@ -128,6 +129,16 @@ def test_the_plan_names_the_scheduler_and_what_else_the_optimizer_trains():
     assert step.plan["scheduler"].choice == "StepLR"
     assert "once per update" in step.plan["scheduler"].why
     assert "(3,)" in step.plan["other parameters"].why
+
+
+def test_a_copy_goes_its_own_way():
+    plan = Plan([Decision("a", "on", "why")])
+    made = copy.copy(plan)
+    assert made.as_dict() == plan.as_dict()
+    made.record(Decision("a", "off", "why not"))
+    plan.record(Decision("b", "on", "why"))
+    assert [(d.name, d.choice) for d in plan] == [("a", "on"), ("b", "on")]
+    assert [(d.name, d.choice) for d in made] == [("a", "off")]
 
 
 def test_plans_of_two_models_are_their_own():

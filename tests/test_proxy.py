@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import copy
+import gc
 import inspect
 import io
 import json
@@ -515,6 +516,48 @@ def test_a_subclass_of_the_wrapper_keeps_its_class_when_copied():
     subclass = type("Special", (type(model),), {})
     special = subclass(raw, model._self_live)
     assert type(copy.deepcopy(special)) is type(copy.copy(special)) is subclass
+
+
+class Wide(nn.Linear):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(4, width)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((3,), {}), ((), {"width": 3})])
+def test_its_type_makes_plain_modules_of_the_users_class(args, kwargs):
+    model = optimize(Wide())
+    for made in (type(model)(*args, **kwargs), type(copy.deepcopy(model))(*args, **kwargs)):
+        assert type(made) is Wide
+        assert made(torch.ones(2, 4)).shape == (2, 3 if args or kwargs else 8)
+
+
+def test_wrapped_models_of_one_class_have_one_type():
+    first, second = optimize(Wide()), optimize(Wide())
+    assert type(first) is type(second) is type(copy.deepcopy(first)) is not type(optimize(nn.Linear(1, 1)))
+
+
+def test_a_class_is_not_kept_alive():
+    kind = type("Short", (Net,), {})
+    model = optimize(kind())
+    model(X)
+    alive = weakref.ref(kind)
+    del kind, model
+    gc.collect()
+    gc.collect()  # classes are cycles: that of the wrapper, then its own
+    assert alive() is None
+
+
+@pytest.mark.parametrize("name", ["_self_attention", "_self_proxy", "_called", "_wrapping", "_moving"])
+def test_names_that_a_proxy_may_have_are_the_modules(name):
+    model, raw = wrapped()
+    part = nn.Linear(4, 4)
+    setattr(model, name, part)
+    assert getattr(raw, name) is getattr(model, name) is part
+    assert f"{name}.weight" in raw.state_dict()
+    delattr(model, name)
+    assert not hasattr(raw, name)
+    raw.register_buffer(name, torch.ones(1))
+    assert getattr(model, name) is getattr(raw, name)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

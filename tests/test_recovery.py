@@ -680,3 +680,20 @@ def test_where_none_helps_all_stay_and_the_plain_error_is_raised():
     assert [d.choice for d in live.plan] == ["on", "on"]
     assert live.parts is parts
     assert live.recovery is not None
+
+
+@pytest.mark.parametrize("fails", ["the copy", "the model"])
+def test_the_plan_tells_what_the_model_takes_back_and_not_a_copy_of_it(fails):
+    model, step, _ = made(build(numpy, from_call=10**9))
+    (x, y), *_ = batches(1)
+    step(x, y)
+    twin = copy.deepcopy(model)
+    dtypes = {}
+    for name, one in {"model": model, "copy": twin}.items():
+        one.second.register_forward_hook(lambda module, args, output, name=name: dtypes.update({name: output.dtype}))
+    (twin if fails == "the copy" else model).from_call = 0
+    twin(x)
+    step(x, y)
+    assert dtypes == {name: torch.float32 if name in fails else torch.bfloat16 for name in ("model", "copy")}
+    assert precision(step)["choice"] == ("bf16" if fails == "the copy" else "fp32")
+    assert step.state_dict()["taken_back"] == ([] if fails == "the copy" else ["precision"])

@@ -10,8 +10,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -401,6 +402,79 @@ def test_a_coroutine_that_is_never_awaited_changes_nothing() -> None:
         del coroutine
         gc.collect()
     assert state(model) == OUTSIDE
+
+
+class Told(nn.Linear):
+    """Notes how it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.log: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.log.append((torch.is_grad_enabled(), output.dtype))
+        return output
+
+
+async def later(model: nn.Module) -> Any:
+    await asyncio.sleep(0)
+    return model(X)
+
+
+async def gathers(model: nn.Module) -> Any:
+    return (await asyncio.gather(later(model), later(model)))[1]
+
+
+async def in_a_task(model: nn.Module) -> Any:
+    return await asyncio.create_task(later(model))
+
+
+async def in_a_thread(model: nn.Module) -> Any:
+    return await asyncio.to_thread(model, X)
+
+
+async def in_an_executor(model: nn.Module) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, model, X)
+
+
+def in_the_callers_context(model: nn.Module) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(copy_context().run, model, X).result()
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("body", [gathers, in_a_task, in_a_thread, in_an_executor, in_the_callers_context])
+def test_tasks_and_threads_of_the_body_call_models_as_it_does(body: Any, wrapped: bool, precision: Any) -> None:
+    model = optimize(Told(), device="cpu", precision="fp32") if wrapped else Told()
+    result = fast_eval(precision=precision)(body)(model)
+    output = asyncio.run(result) if inspect.iscoroutine(result) else result
+    assert (output.requires_grad, output.dtype) == (False, torch.float32)
+    assert {*model.log} == {(False, torch.bfloat16 if precision == "bf16" else torch.float32)}
+
+
+def test_a_task_that_outlives_its_evaluation_is_not_in_it() -> None:
+    model = optimize(Told(), device="cpu", precision="fp32").eval()
+    left: list[Any] = []
+
+    async def after(ended: asyncio.Event) -> Any:
+        await ended.wait()
+        inner = fast_eval(lambda model: model(X))(model)
+        return model(X).requires_grad, inner.requires_grad
+
+    @fast_eval(precision="bf16")
+    async def leaves_behind(model: nn.Module, ended: asyncio.Event) -> None:
+        left.append(asyncio.create_task(after(ended)))
+
+    async def main() -> Any:
+        ended = asyncio.Event()
+        await leaves_behind(model, ended)
+        ended.set()
+        return await left[0]
+
+    assert asyncio.run(main()) == (False, False)
+    assert model.log == [(False, torch.float32)] * 2
 
 
 # --- async generators ---------------------------------------------------------------------------------------------------

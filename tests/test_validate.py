@@ -455,6 +455,57 @@ def test_off_is_a_value():
     assert step.plan["cudnn_benchmark"].choice == "off"
 
 
+class Methods(Net):
+    """What may have a method's name, and is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 2)
+        self.compiled = torch.compile(self.encode, backend="eager")
+        self.set = lambda x: x
+        self.others = Net().forward
+
+    def encode(self, x):
+        return x
+
+    def stream(self, x):
+        yield x
+
+    async def ask(self, x):
+        return x
+
+    async def listen(self, x):
+        yield x
+
+    @staticmethod
+    def static(x):
+        return x
+
+    @classmethod
+    def of_class(cls, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("encoder", r"encoder is a submodule.*write `def encoder\(self, \.\.\.\)` in class Methods"),
+        ("compiled", r"compiled is a function.*write `def compiled"),
+        ("set", "set is a function"),
+        ("others", "others is a method"),
+        ("static", "static is a static method"),
+        ("of_class", "of_class is a class method"),
+        ("stream", "stream is a generator or an async function.*write it as a function outside"),
+        ("ask", "ask is a generator or an async"),
+        ("listen", "listen is a generator or an async"),
+    ],
+)
+def test_names_of_what_cannot_be_called_as_forward_is(name, text):
+    with pytest.raises(ValueError, match=rf"optimize\(\.\.\., methods=\('{name}',\)\): {text}"):
+        optimize(Methods(), methods=("encode", name))
+    assert optimize(Methods(), methods=("encode",)).encode(torch.ones(1)).item() == 1
+
+
 def test_methods_none_is_off():
     assert optimize(Net(), methods=None)(torch.randn(5, 4)).shape == (5, 2)
 

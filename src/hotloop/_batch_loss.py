@@ -12,6 +12,7 @@ from torch import Tensor
 from hotloop import _forms as forms
 from hotloop import _hints as hints
 from hotloop._call import as_float32, call, explain_devices
+from hotloop._device import autocasts
 from hotloop._parts import Live
 from hotloop._tree import leaves, map_leaves, move, move_call
 
@@ -88,7 +89,7 @@ class BatchLoss:
         loss_fn: Any = self._settings.loss_fn
         device_type = self._live.parts.device.type
         try:
-            if torch.is_autocast_enabled(device_type):  # a region of the user's own
+            if autocasts(device_type):  # a region of the user's own
                 with torch.autocast(device_type, enabled=False):
                     return loss_fn(map_leaves(as_float32, output), target)
             return loss_fn(output, target)

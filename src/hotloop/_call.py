@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hotloop._device import autocasts
 from hotloop._parts import Live, Parts
 from hotloop._tree import leaves, map_leaves, move_call
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
-# Whether an evaluation, which begins without gradients, runs in this thread or task: where they are on, its body wants them.
-in_evaluation: ContextVar[bool] = ContextVar("in_evaluation", default=False)
+
+class _Body(threading.local):
+    """What runs in this thread at the moment; as torch's grad mode, nothing of it reaches the tasks and threads that it starts."""
+
+    evaluates = False  # in the body of an evaluation, which begins without gradients: where they are on, it wants them
+    region: Callable[[], AbstractContextManager[Any]] | None = None  # opens the precision that the evaluation was asked for
+
+
+body = _Body()
 
 
 def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *, moved: bool = False) -> Any:
@@ -71,7 +79,7 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
             return finished(output, live, parts, detach=not torch.is_grad_enabled())
     finally:
         parts.flags.put_back(found)
-        if torch.is_autocast_enabled(parts.device.type) and torch.is_grad_enabled() and _casts_lose_their_graph():
+        if autocasts(parts.device.type) and torch.is_grad_enabled() and _casts_lose_their_graph():
             torch.clear_autocast_cache()
 
 
@@ -88,7 +96,7 @@ def _casts_lose_their_graph() -> bool:
 def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """What an eval-mode call runs in: gradients are off, unless one of its inputs asks for them."""
     off = not torch.is_grad_enabled()
-    if live.inference == "grad" or (off and live.inference == "no_grad") or (not off and in_evaluation.get()):
+    if live.inference == "grad" or (off and live.inference == "no_grad") or (not off and body.evaluates):
         return _AS_IT_IS
     if any(t.requires_grad for t in leaves((args, kwargs))) or _has_swapped_parameters(parts.model):
         return _AS_IT_IS

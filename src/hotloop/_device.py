@@ -54,3 +54,8 @@ def _has_float64(device_type: str) -> bool:
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on, which torch does not tell of the meta device."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -23,6 +23,7 @@ from hotloop._reduction import Reduction
 from hotloop._runners import lazily, run
 from hotloop._shares import evaluating_world, whole
 from hotloop._tree import move
+from hotloop._write_back import WriteBack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -137,11 +138,13 @@ class _Evaluator:
         evaluation = Evaluation(self._wishes, models)
         world = None if self._wishes.reduce is None else evaluating_world(evaluation.world)
         reduction = None if world is None else Reduction(str(self._wishes.reduce), world, self._name, even=_is_sharded(models))
-        device = evaluation.device
+        device, own = evaluation.device, (args, kwargs)
         if device is not None or reduction is not None:
             args, kwargs = _prefetched((args, kwargs), evaluation.loads_to, whole if reduction is None else reduction.share)
         if device is not None and (device.type != "cpu" or torch.accelerator.is_available()):  # else all there is is there
             args, kwargs = move((args, kwargs), device)
+        if args is not own[0] or kwargs is not own[1]:
+            evaluation.write_back = WriteBack(own, (args, kwargs))
         if reduction is not None:
             return reduction.run(partial(run, evaluation, wrapped, args, kwargs))
         if self._is_lazy:

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from hotloop._call import in_evaluation
+from hotloop._call import body
 from hotloop._detours import Detour, close_detour, open_detour
-from hotloop._device import accelerator
+from hotloop._device import accelerator, autocasts
 from hotloop._folding import Folding
-from hotloop._model_calls import ModelCall, Region, asked
+from hotloop._model_calls import ModelCall, Region
 from hotloop._modes import Modes, plain, submodules
 from hotloop._parts import live_of, lives_within
 from hotloop._plan import Decision, Plan
@@ -47,6 +47,7 @@ class Evaluation:
                 "well; leave precision away"
             )
         self._wishes = wishes
+        self.write_back: Callable[[], None] = _nothing  # of arguments that the body was given copies of
         self._modes = Modes(models)
         self._casts = any(live.parts.autocast.dtype is not None for model in models if (live := live_of(model)) is not None)
         alone = self._modes.modules if len(models) == 1 else None
@@ -96,14 +97,15 @@ class Evaluation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Gradients and the precision are as asked for, in this thread or task."""
+        """Gradients and the precision are as asked for, in this thread."""
         gradients = torch.inference_mode if self._wishes.inference == "inference_mode" else torch.no_grad
-        before = in_evaluation.set(True)
+        before, body.evaluates = body.evaluates, True
         try:
             with gradients(), self._precision():
                 yield
         finally:
-            in_evaluation.reset(before)
+            body.evaluates = before
+            self.write_back()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -120,16 +122,19 @@ class Evaluation:
         """
         kind = (self.device or accelerator() or torch.device("cpu")).type
         region = None if self._wishes.precision == "auto" else Region(kind, DTYPES[self._wishes.precision])
-        if region is None and not (self._casts or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))):
+        if region is None and not (self._casts or autocasts(kind)):
             yield
             return
-        before = asked.set(region or asked.get())
+        before, body.region = body.region, region or body.region
         try:
             with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)) if region is None else region():
                 yield
         finally:
-            asked.reset(before)
+            body.region = before
             torch.clear_autocast_cache()
+
+
+def _nothing() -> None: ...
 
 
 class _Folded:

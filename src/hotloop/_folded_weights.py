@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop._device import autocasts
+
 # In elements of a feature map, of which a BatchNorm takes some five in a nanosecond: what a folded call takes besides the
 # convolution, so that smaller feature maps are not worth it; and what it takes to fold a pair besides its weights.
 OVERHEAD, PRICE = 300_000, 300_000
@@ -52,7 +54,7 @@ class Fold:
         if not self.possible:
             return None
         device = x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = torch.get_autocast_dtype(device) if autocasts(device) else None
         weight = self.tensors[0]
         if autocast is None and x.dtype != weight.dtype:  # for the layer to complain about
             return None

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 # A closure or a global may be a vocabulary of a million words: models are found among the first items.
 _FIRST = 100
 
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # in a function, and in the body of a class inside it
+
 
 def in_arguments(values: Any) -> Iterator[nn.Module]:
     """Models in nested arguments, and those whose bound methods are passed."""
@@ -140,7 +142,8 @@ def _innermost(function: Callable[..., Any]) -> Any:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """The globals that the code loads; `co_names` holds the names of attributes as well."""
+    yield from (instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _LOADS)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # an inner function or comprehension
             yield from _names(constant)

@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hotloop._call import call, finished, in_evaluation, transform_level
+from hotloop._call import body, call, finished, transform_level
 from hotloop._contents import address
 from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
+from hotloop._device import autocasts
 from hotloop._facts import Facts, machine, traits
 from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts, lives_within
@@ -41,15 +41,11 @@ class Region:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
 
 
-# The precision asked for by the evaluation that runs in this thread or task.
-asked: ContextVar[Region | None] = ContextVar("asked", default=None)
-
-
 class ModelCall(Detour):
     """The call of a plain model as that of a wrapped one, and of a wrapped one in the precision asked for.
 
-    The models inside a model are called as it calls them. `parts` are all of its modules. In threads that the body starts,
-    which begin with gradients and without a precision, a model is called without gradients and in `region`.
+    The models inside a model are called as it calls them. `parts` are all of its modules. In threads and tasks that
+    the body starts, which begin with gradients and without a precision, a model is called without gradients and in `region`.
     """
 
     def __init__(
@@ -78,21 +74,21 @@ class ModelCall(Detour):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_call() or transform_level() is not None:  # what torch.func transforms can do less than a plain call
             return self.run(*args, **kwargs)
-        if self._region is not None and not torch.compiler.is_compiling() and not in_evaluation.get() and asked.get() is None:
-            before = asked.set(self._region)
+        if self._region is not None and not torch.compiler.is_compiling() and not body.evaluates and body.region is None:
+            body.region = self._region
             try:
                 with self._region():
                     return self(*args, **kwargs)
             finally:
-                asked.reset(before)
+                body.region = None
         if (laid_out := self._laid_out) is not None and not torch.compiler.is_compiling() and laid_out.takes(args, kwargs):
             return laid_out.call(self._settled, args, kwargs)
         light = self._light
         if (
             light is not None
-            and not torch.is_autocast_enabled(self._device_type)
+            and not autocasts(self._device_type)
             and not torch.compiler.is_compiling()
-            and (in_evaluation.get() or not torch.is_grad_enabled())
+            and (body.evaluates or not torch.is_grad_enabled())
         ):
             output = (settled if self._folds else silent)(self.run, args, kwargs)
             if type(output) is Tensor and output.dtype is torch.float32:
@@ -100,16 +96,16 @@ class ModelCall(Detour):
             return finished(output, light, light.parts)
         if self._live is not None:
             return call(self._settled, self._live, args, kwargs)
-        region = asked.get()
+        region = body.region
         if region is None:
-            if self._folds or torch.is_autocast_enabled(self._device_type):
+            if self._folds or autocasts(self._device_type):
                 return self._settled(*args, **kwargs)
             return silent(self.run, args, kwargs)
         with region():  # inside the one that the wrapped model has opened
             return self._settled(*args, **kwargs)
 
     def _settled(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(self._device_type):
+        if autocasts(self._device_type):
             self._drop_stale_casts()
         return settled(self.run, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -171,7 +172,8 @@ class Live:
             exact=self.exact,
             methods=self.methods,
         )
-        made.moved_from, made.plan = self.moved_from, self.plan
+        made.moved_from = self.moved_from
+        made.plan = copy.copy(self.plan)  # what it takes back is its own
         made.recovery = None if self.recovery is None else self.recovery.copy(made)
         return made
 

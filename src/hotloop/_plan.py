@@ -64,6 +64,12 @@ class Plan:
         if before is None or (before.choice, before.why) != (decision.choice, decision.why):
             _log.debug("%s: %s (%s)", decision.name, decision.choice, decision.why)
 
+    def __copy__(self) -> Plan:
+        # For a copy of the model: what one of them takes back from here on does not show in the other.
+        made = Plan([])
+        made._decisions = dict(self._decisions)
+        return made
+
     def as_dict(self) -> dict[str, dict[str, str]]:
         """`{name: {"choice": ..., "why": ...}}`, in the order in which the decisions were applied."""
         return {d.name: {"choice": d.choice, "why": d.why} for d in self}

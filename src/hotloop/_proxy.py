@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import wrapt
@@ -35,9 +35,17 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
     Inside compiled functions read plain attributes through `model.__wrapped__`: torch cannot guard them on a proxy.
     """
 
+    _self_kind: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `type(model)(...)` is written for another module of the user's class.
+        return super().__new__(cls) if any(isinstance(given, Live) for given in args) else cls._self_kind(*args, **kwargs)
+
     def __init__(self, module: nn.Module, live: Live) -> None:
         super().__init__(module)
         self._self_live = live
+        if not hasattr(module, "training"):  # `jit.freeze` takes it away; `eval()` brings it back
+            module.training = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         live = self._self_live
@@ -57,12 +65,24 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         if not isinstance(value, types.MethodType) or value.__self__ is not module:
             return value
         if torch.compiler.is_compiling():  # dynamo cannot see into a proxy of a method
-            return self._called(value) if name in self._self_live.methods else value
+            return self._self_called(value) if name in self._self_live.methods else value
         method = _Method(value)
         method._self_proxy = self
         return method
 
-    def _called(self, method: types.MethodType) -> Callable[..., Any]:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _is_users(name):
+            setattr(self.__wrapped__, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_users(name):
+            delattr(self.__wrapped__, name)
+        else:
+            super().__delattr__(name)
+
+    def _self_called(self, method: types.MethodType) -> Callable[..., Any]:
         return lambda *args, **kwargs: call(method, self._self_live, args, kwargs)
 
     def __repr__(self) -> str:
@@ -72,14 +92,14 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         return [*dir(self.__wrapped__), "device"]
 
     def __copy__(self) -> ModelProxy:
-        return self._wrapping(copy.copy(self.__wrapped__))
+        return self._self_wrapping(copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProxy:
-        made = self._wrapping(copy.deepcopy(self.__wrapped__, memo))
+        made = self._self_wrapping(copy.deepcopy(self.__wrapped__, memo))
         memo[id(self)] = made
         return made
 
-    def _wrapping(self, module: nn.Module) -> ModelProxy:
+    def _self_wrapping(self, module: nn.Module) -> ModelProxy:
         return type(self)(module, self._self_live.copy(module))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -91,6 +111,11 @@ class ModelProxy(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         return self.__reduce_ex__(2)
 
 
+def _is_users(name: str) -> bool:
+    # wrapt keeps every name with its prefix on the proxy.
+    return name.startswith("_self_") and name != "_self_live"
+
+
 class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
     """A method of the module that hands back the wrapper where it would hand back the module."""
 
@@ -100,7 +125,7 @@ class _Method(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         method, proxy = self.__wrapped__, self._self_proxy
         name = method.__name__
         if name in proxy._self_live.methods:
-            return proxy._called(method)(*args, **kwargs)
+            return proxy._self_called(method)(*args, **kwargs)
         result = _moving(method, proxy, args, kwargs) if name in _MOVING else method(*args, **kwargs)
         if result is not method.__self__:
             return result
@@ -180,17 +205,25 @@ def _conversions(
 
 def wrap(module: nn.Module, live: Live) -> ModelProxy:
     """The module in a proxy of a class made for its type: `len`, indexing and iteration exist exactly where it has them."""
-    return _class_with(tuple(name for name in _SPECIAL if hasattr(type(module), name)))(module, live)
+    kind = type(module)
+    made = _classes.get(kind)
+    if made is None:
+        made = _classes[kind] = _class_for(kind)
+    proxy: ModelProxy = made(module, live)
+    return proxy
 
 
-@functools.cache
-def _class_with(special: tuple[str, ...]) -> type[ModelProxy]:
+_classes: WeakValueDictionary[type[nn.Module], type[ModelProxy]] = WeakValueDictionary()
+
+
+def _class_for(kind: type[nn.Module]) -> type[ModelProxy]:
+    special = {name for name in _SPECIAL if hasattr(kind, name)}
     # The proxy's base has `len` and `in` whatever it wraps; None is Python's way to take a method away, and makes
     # `isinstance(model, Sized)` False. The base's indexing raises as it should, and None there would make `iter` succeed.
     body: dict[str, Any] = {"__len__": None, **{name: _forwarding(name) for name in special}}
-    if not {"__iter__", "__getitem__", "__contains__"} & set(special):
+    if not {"__iter__", "__getitem__", "__contains__"} & special:
         body["__contains__"] = None
-    return type(ModelProxy.__name__, (ModelProxy,), {**body, "__module__": __name__})
+    return type(ModelProxy.__name__, (ModelProxy,), {**body, "__module__": __name__, "_self_kind": kind})
 
 
 def _forwarding(name: str) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -201,7 +203,27 @@ def methods(names: Any, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     for name in names:
         if not any(callable(getattr(module, name, None)) for module in modules):
             raise ValueError(f"optimize(..., methods=({name!r},)): the model has no method of this name; name one that it has")
+        for module in modules:
+            _check_method(name, module)
     return tuple(names)
+
+
+def _check_method(name: str, module: nn.Module) -> None:
+    value, call = getattr(module, name, None), f"optimize(..., methods=({name!r},))"
+    if any(
+        is_kind(value) for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    ):
+        raise ValueError(
+            f"{call}: {name} is a generator or an async function, whose body runs when the call is over; write it as a function "
+            "outside of the model, over calls of the wrapped model, and leave it out of methods"
+        )
+    if value is not None and not (isinstance(value, MethodType) and value.__self__ is module):
+        kinds = {staticmethod: "static method", classmethod: "class method"}
+        kind = kinds.get(type(inspect.getattr_static(type(module), name, None)), type(value).__name__)
+        raise ValueError(
+            f"{call}: {name} is a {'submodule' if isinstance(value, nn.Module) else kind}, and only methods of the class are called "
+            f"as forward is; write `def {name}(self, ...)` in class {type(module).__name__}, and in it what {name} is now"
+        )
 
 
 def without_optimizer(**given: Any) -> None:
