@@ -24,7 +24,7 @@ LAYERS = [
     "_parts _given _rebind",
     "_stepping",
     # one duty each, over the parts and the tools
-    "_plan _traces _metrics _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag _optimizer_traits",
+    "_plan _traces _metrics _means _call _ledger _update _transfer _deferred _waits _item_cost _benchmark_flag _optimizer_traits",
     # the wrapped model, and what decisions, steps, loaders and reports are made of
     "_facts _proxy _recovery _state _batch_loss _in_memory _folding _agreement _watch _workers _worker_safety _comparison",
     # the decisions; the loaders

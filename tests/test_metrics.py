@@ -20,7 +20,7 @@ from torch import nn
 
 import simgpu
 from hotloop import Metrics, optimize
-from hotloop._metrics import Means
+from hotloop._means import Means
 from hotloop._reading import Reading
 
 
@@ -395,3 +395,12 @@ def test_other_arithmetic_says_what_to_write(use):
 def test_a_metric_asked_for_as_an_attribute():
     with pytest.raises(AttributeError, match=r"metrics.acc: metrics are read by name; write metrics\['acc'\]"):
         getattr(metrics({"loss": 0.5, "acc": 1.0}), "acc")  # noqa: B009
+
+
+def test_code_that_makes_collections_anew_gets_a_plain_one():
+    """As `apply_to_collection`, `recursively_apply` and other helpers for nested batches do: by the type."""
+    model = nn.Linear(2, 1)
+    metrics = optimize(model, torch.optim.SGD(model.parameters(), 0.1)).step(model(torch.ones(1, 2)).sum(), seen=3)
+    made = type(metrics)({name: [value] for name, value in metrics.items()})
+    assert made == {"loss": [metrics["loss"]], "seen": [3]}
+    assert type(made) is dict

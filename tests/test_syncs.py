@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import simgpu
-from hotloop._metrics import Means, Metrics
+from hotloop._means import Means
+from hotloop._metrics import Metrics
 from hotloop._optimize import optimize
 from hotloop._reading import Reading, read_numbers
 from hotloop._syncs import find_syncs

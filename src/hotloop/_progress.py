@@ -14,7 +14,7 @@ from hotloop import _forms as forms
 from hotloop import _state
 from hotloop._forms import with_loss_fn
 from hotloop._ledger import Ledger
-from hotloop._metrics import Means
+from hotloop._means import Means
 from hotloop._parts import Live, lives_within
 from hotloop._plan import Plan
 from hotloop._scaling import Scaling

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotloop._ledger import Ledger
-from hotloop._metrics import Means
+from hotloop._means import Means
 from hotloop._state_check import VERSION, check
 from hotloop._window import Window
 

@@ -16,7 +16,8 @@ import torch
 
 from hotloop import _waits as rules
 from hotloop._device import accelerator
-from hotloop._metrics import Means, Metrics
+from hotloop._means import Means
+from hotloop._metrics import Metrics
 from hotloop._reading import Reading, read_all, read_numbers
 from hotloop._tree import leaves
 from hotloop._watch import Call, Functions, Operators, Sync, Watch
