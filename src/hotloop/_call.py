@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ def _rounded(value: Any, depth: int = 5, inside: Any = None) -> Any:
         items = value.values() if isinstance(value, Mapping) else value
     elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
         items, inside = vars(value).values(), value if inside is None else inside
-    return next((found for item in items if (found := _rounded(item, depth - 1, inside)) is not None), None) if depth else None
+    first = islice(items, 100 if depth else 0)  # it may lead to a whole data set
+    return next((found for item in first if (found := _rounded(item, depth - 1, inside)) is not None), None)
 
 
 def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
