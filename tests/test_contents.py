@@ -34,7 +34,7 @@ optimize = partial(hotloop.optimize, device="cpu")
 def sixteen_bit_units(monkeypatch):
     """A CPU for which bfloat16 is the automatic choice, in every call."""
     found = replace(machine(), cpu_16bit="AMX", accelerator=None)
-    monkeypatch.setattr("hotloop._optimize.machine", lambda: found)
+    monkeypatch.setattr("hotloop._optimize.machine", lambda *_: found)
     monkeypatch.setattr(decisions, "SOME_ROWS", 0)
 
 
