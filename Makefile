@@ -25,6 +25,9 @@ $(VENV)/.docs: $(VENV)/.dev
 demo: $(VENV)/.dev          ## train on handwritten digits, plain and wrapped, side by side; writes demo.png
 	$(BIN)/python examples/digits.py
 
+# Ordinary tests and benchmarks compare runs on the CPU, also on a machine with an accelerator; `make gpu` is for that one.
+test cover soak bench: export CUDA_VISIBLE_DEVICES :=
+
 test: lint types            ## lint, types and every test
 	$(BIN)/python -m pytest
 

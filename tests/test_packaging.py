@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {path.suffix[1:]: path for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("target", ["test", "cover", "soak", "bench"])
+def test_make_hides_accelerators_from_what_compares_runs_on_the_cpu(target: str, tmp_path: Path) -> None:
+    told = tmp_path / "python"
+    told.write_text('#!/bin/sh\necho "sees [$CUDA_VISIBLE_DEVICES]"\n')
+    told.chmod(0o755)
+    done = [f"{tmp_path}/.dev", f"{tmp_path}/.bench", "lint", "types"]  # as if they were up to date
+    command = ["make", f"VENV={tmp_path}", f"BIN={tmp_path}", *(word for name in done for word in ("-o", name)), target]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": "3"}
+    )
+    assert "sees []" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:

@@ -30,8 +30,10 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
     are the loader's own, to read and to write, and `isinstance` sees its class. It can be iterated again and again.
 
     - On an accelerator a batch is copied from pinned memory on a stream of its own; the host never waits for the copy, and
-      the step waits for its own batch alone. Containers keep their types and tensors their dtypes; whatever has a `.to`
-      method moves itself.
+      the step waits for its own batch alone. Containers keep their types and tensors their dtypes. Pinned memory of yours may
+      be filled again as soon as the next batch is asked for.
+    - Whatever has a `.to` method moves itself: where that blocks, the host waits. Its tensors are out of sight, so from the
+      first such batch on the copies to that device wait for the steps issued before them.
     - On the CPU nothing is added: no thread, no copy.
     - On either, a plain `DataLoader` over a `TensorDataset`, or a `Subset` of one, with default collation and without
       workers is read by whole batches: the same batches, the same random state, a tenth of the time and less.
@@ -50,7 +52,8 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
         device: where to; `"auto"` is the accelerator if there is one, else the CPU. A wrapped model stands for the device
             that it is on when an iteration starts.
         depth: how many batches are in use or on their way at a time, the current one counted. No more are fetched. Write 1
-            for a generator that uses NumPy arrays again: only tensors are copied as they are fetched.
+            for a generator that uses NumPy arrays again: only tensors are copied as they are fetched. Memory on the device
+            comes back when the device is through with a batch: there it is the steps that the host runs ahead that count.
 
     Raises:
         TypeError: `loader` is not iterable, or is a model or a data set; `device` is a model that is not wrapped.
