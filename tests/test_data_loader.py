@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -399,6 +400,45 @@ def test_measuring_leaves_every_random_state(fails):
     dataset = seeded()
     data_loader(dataset, 4, shuffle=True, collate_fn=collate)
     assert dataset.draws() == expected
+
+
+SHARED = np.random.default_rng(5)
+UNSEEDED = random.SystemRandom()
+
+
+class DrawingElsewhere(Items):
+    """Draws from generators of its class and of its module, in items and in their collation."""
+
+    inherited = random.Random(1)
+
+    def __getitem__(self, item):
+        return torch.tensor([self.inherited.random(), self.of_the_class.random(), UNSEEDED.random()])
+
+
+class DrawingFromItsClass(DrawingElsewhere):
+    of_the_class = np.random.default_rng(2)
+
+
+def collate_with_noise(items):
+    return torch.stack(items) + SHARED.random()
+
+
+def test_measuring_leaves_generators_of_classes_and_modules():
+    generators = (DrawingElsewhere.inherited.getstate, lambda: DrawingFromItsClass.of_the_class.bit_generator.state)
+    generators = (*generators, lambda: SHARED.bit_generator.state)
+    before = [state() for state in generators]
+    loader = data_loader(DrawingFromItsClass(), 4, collate_fn=collate_with_noise)
+    assert "could not be measured" not in str(loader.plan)
+    assert [state() for state in generators] == before
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [("", 4), ("2", 2), ("9", 1), ("0", 4), ("many", 4), ("-1", 4)])
+def test_cores_are_shared_with_the_ranks_of_the_machine(monkeypatch, ranks, cores):
+    monkeypatch.undo()  # of what stands in for the cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(_workers, "Path", lambda _: SimpleNamespace(read_text=lambda: "max 100000"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert _workers.room().cores == cores
 
 
 def test_measuring_leaves_the_number_of_threads(monkeypatch):

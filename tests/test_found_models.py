@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import UserDict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -89,6 +89,16 @@ def test_held_by_an_object() -> None:
     one = One()
     one.model = B
     assert list(held_by(one)) == [B]
+
+
+@pytest.mark.parametrize("container", [
+    OrderedDict(a=A, b=B), defaultdict(list, a=A, b=B), deque([A, B]), {"a": A, "b": B}, [A, B], (A, B),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_held_in_a_container(container: Any) -> None:
+    one = One()
+    one.model = container
+    assert list(held_by(one)) == [A, B]
+    assert not isinstance(container, dict) or len(container) == 2
 
 
 def test_held_by_a_class_a_model_and_nobody() -> None:

@@ -103,6 +103,14 @@ LOADERS = {
     "subset sampler from the end": lambda: DataLoader(data(), 4, sampler=SubsetRandomSampler([3, 1, -1, 5, -22])),
     "distributed sampler": lambda: DataLoader(data(), 4, sampler=DistributedSampler(data(), 2, 1)),
     "list as sampler": lambda: DataLoader(data(), 4, sampler=[5, 3, 8, 1, 1, -2]),
+    "tensors as sampler": lambda: DataLoader(data(), 4, sampler=torch.tensor([5, 3, 8, 1, -2])),
+    "tensors of one element as sampler": lambda: DataLoader(data(), 4, sampler=torch.tensor([[5], [3], [8], [1], [1]])),
+    "booleans as sampler": lambda: DataLoader(data(), 4, sampler=[True, True, True, True, True]),
+    "booleans in tensors as sampler": lambda: DataLoader(data(), 2, sampler=torch.tensor([True, True, True])),
+    "subset, tensors of one element as sampler": lambda: DataLoader(
+        Subset(data(), [5, 3, 8]), 2, sampler=torch.tensor([[2], [1], [0]])
+    ),
+    "subset of tensors of one element": lambda: DataLoader(Subset(data(), torch.tensor([[5], [3], [8]])), 2, shuffle=True),
     "own sampler": lambda: DataLoader(data(), 4, sampler=Drawing()),
     "own batch sampler": lambda: DataLoader(data(), batch_sampler=DrawingBatches()),
     "batch sampler of lists": lambda: DataLoader(data(), batch_sampler=[[1, 2], [3], [22, 0, 5]]),

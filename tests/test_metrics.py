@@ -85,6 +85,10 @@ class TestMetrics:
         with pytest.raises(KeyError, match=r"'accuracy'.*loss, hits"):
             metrics()["accuracy"]
 
+    def test_names_may_be_anything(self):
+        metrics = Metrics(["loss", 1], Reading([0.5, 2]))
+        assert (metrics[1], metrics.get(1), metrics.get("acc"), metrics.get(2)) == (2, 2, None, None)
+
     def test_it_cannot_be_changed(self):
         m = metrics()
         with pytest.raises(TypeError):

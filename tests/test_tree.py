@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping
@@ -138,6 +139,65 @@ def test_a_batch_that_is_there_is_returned_as_it_is(make: Any) -> None:
     assert move(batch, CPU) is batch
 
 
+class Labelled(ReadOnly):
+    """With a constructor of its own."""
+
+    def __init__(self, label: str, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self.label = label
+
+
+class FrozenDict(dict):
+    note = ""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+class FrozenOrderedDict(OrderedDict):
+    note = ""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key in self:
+            raise TypeError("frozen")
+        super().__setitem__(key, value)
+
+
+class OnDemand(Mapping):
+    """Makes its values at each look."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getitem__(self, key: int) -> Tensor:
+        return torch.ones(self.size)
+
+    def __iter__(self) -> Any:
+        return iter([0])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_mappings_with_a_constructor_of_their_own() -> None:
+    batch = Labelled("a", {"x": tensor(), "n": 3})
+    moved = move(batch, META)
+    assert (type(moved), moved.label, moved["n"], moved["x"].device) == (Labelled, "a", 3, META)
+    assert batch["x"].device == CPU
+    assert move(types.MappingProxyType({"x": tensor()}), META)["x"].device == META
+    on_demand = OnDemand(3)
+    assert move(on_demand, META) is on_demand
+
+
+@pytest.mark.parametrize("kind", [FrozenDict, FrozenOrderedDict])
+def test_dictionaries_that_refuse_changes(kind: Any) -> None:
+    batch = kind({"x": tensor(), "n": 3})
+    batch.note = "own"
+    moved = move(batch, META)
+    assert (type(moved), moved.note, list(moved), moved["n"], moved["x"].device) == (kind, "own", ["x", "n"], 3, META)
+    assert batch["x"].device == CPU
+
+
 def test_other_items_and_what_a_container_carries_are_kept() -> None:
     """D11 and D13: strings, numbers and None pass through, at any depth."""
     moved = move({"x": tensor(), "task": "a", "none": None, "lengths": ["s", 3]}, META)
@@ -246,6 +306,74 @@ def test_an_objects_own_to_is_used_and_gets_a_device() -> None:
     assert moved[0] is moved[1] is not graph
     assert moved[0].edges.device == META
     assert graph.asked == [META]
+
+
+class InPlace:
+    """Moves itself, and returns nothing."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> None:
+        self.x = self.x.to(device)
+
+
+class InPlaceMapping(InPlace, User):
+    def __init__(self, x: Tensor) -> None:
+        User.__init__(self, y=x)
+        InPlace.__init__(self, x)
+
+
+@pytest.mark.parametrize("device", [CPU, META])
+def test_an_object_that_moves_in_place_stays_itself(device: torch.device) -> None:
+    thing = InPlace(tensor())
+    assert move({"a": [thing]}, device)["a"][0] is thing
+    assert thing.x.device == device
+    moved = move(InPlaceMapping(tensor()), device)
+    assert (moved.x.device, moved["y"].device) == (device, device)
+
+
+class ByUnit:
+    def to(self, unit: str) -> Any:
+        raise AssertionError("not called")
+
+
+class ByKeyword:
+    def to(self, *, device: Any) -> Any:
+        raise AssertionError("not called")
+
+
+class Message:
+    def to(self) -> Any:
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize("device", [CPU, META])
+@pytest.mark.parametrize("kind", [ByUnit, ByKeyword, Message])
+def test_a_to_that_takes_no_device_is_not_called(kind: Any, device: torch.device) -> None:
+    value = kind()
+    assert move((value,), device)[0] is value
+
+
+class Decorated:
+    """As many libraries have it: the wrapper's signature tells nothing."""
+
+    def _takes_more(self, more: Any, device: Any) -> str:
+        return f"on {device}"
+
+    @functools.wraps(_takes_more)
+    def to(self, *args: Any) -> str:
+        return self._takes_more(None, *args)
+
+
+class OfTheInstance:
+    def __init__(self) -> None:
+        self.to = lambda device: f"on {device}"
+
+
+@pytest.mark.parametrize("kind", [Decorated, OfTheInstance])
+def test_where_the_signature_does_not_tell_it_is_called(kind: Any) -> None:
+    assert move(kind(), META) == "on meta"
 
 
 def test_a_mapping_with_its_own_to_is_walked_afterwards() -> None:

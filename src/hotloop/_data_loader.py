@@ -55,9 +55,9 @@ def data_loader(dataset: Any, batch_size: int | None = 1, **dataloader_arguments
     so that `len(loader)` counts the batches of this process. A sampler of yours is left alone.
 
     Measuring reads three to nine items in this process: some 50 ms of them, or three if they are slow. The random states of
-    torch, Python and NumPy, and of generators that the data set holds, are put back. Items that fail, or that could not come
-    from a worker, mean no workers. Random transforms draw other numbers in a worker than in this process: a run that must
-    repeat bit for bit needs its own `num_workers`.
+    torch, Python and NumPy, and of generators that the data set, its class or its module holds, are put back. Items that
+    fail, or that could not come from a worker, mean no workers. Random transforms draw other numbers in a worker than in this
+    process: a run that must repeat bit for bit needs its own `num_workers`.
 
     Args:
         dataset: a map-style data set or an `IterableDataset`.
@@ -127,7 +127,8 @@ def _cost(probe: DataLoader[Any]) -> Cost | str:
     if in_memory(probe) is not None:
         return "tensors in memory: an index a batch is all there is to do"
     contents = Contents(forked=True)
-    contents.read(probe.dataset)
+    for code in (probe.dataset, probe.collate_fn):
+        contents.read(code)
     try:
         return measure(probe, contents.generators)
     except Exception as error:

@@ -7,7 +7,7 @@ import dis
 import functools
 import inspect
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 # A closure or a global may be a vocabulary of a million words: models are found among the first items.
 _FIRST = 100
+_CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # in a function, and in the body of a class inside it
 
@@ -93,8 +94,8 @@ def _among(values: Iterable[Any]) -> Iterator[nn.Module]:
     for value in values:
         if _is_model(value):
             yield value
-        elif type(value) in (list, tuple, dict):
-            items = value.values() if type(value) is dict else value
+        elif type(value) in _CONTAINERS:
+            items = value.values() if isinstance(value, dict) else value
             yield from filter(_is_model, islice(items, _FIRST))
 
 

@@ -125,6 +125,8 @@ class _WholeBatches(Iterator[Any]):
             return None  # an index that counts from the end; or the dataset says itself what is wrong
 
     def _index(self, items: list[Any]) -> Tensor | None:
+        if {*map(type, items)} != {int} and not all(map(_is_number, items)):
+            return None
         try:
             numbers = array("q", items)  # takes integers alone, and is five times faster to fill than a tensor
             index = torch.frombuffer(numbers, dtype=torch.int64)
@@ -134,6 +136,13 @@ class _WholeBatches(Iterator[Any]):
             return send_tensor(index, self._device) if inside else None
         except Exception:
             return None
+
+
+def _is_number(item: Any) -> bool:
+    """Not what numbers a row and keeps a dimension of it: a boolean, a tensor of one element."""
+    if isinstance(item, Tensor):
+        return item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8)
+    return not isinstance(item, bool)
 
 
 def _no_index(items: list[Any]) -> None:

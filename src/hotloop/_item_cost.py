@@ -128,7 +128,7 @@ def _random_states_kept(generators: Sequence[Any]) -> Iterator[None]:
 
 def random_state(thing: Any) -> _State | None:
     """The state of a random generator of torch, of Python or of NumPy; None for anything else."""
-    if isinstance(thing, random.Random):
+    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):  # which has no state
         return thing.getstate, thing.setstate
     if isinstance(thing, torch.Generator):
         return thing.get_state, thing.set_state

@@ -44,7 +44,7 @@ class Metrics(Mapping[str, float]):
         try:
             index = self._names.index(name)
         except ValueError:
-            raise KeyError(f"{name!r}: this step has {', '.join(self._names)}") from None
+            raise KeyError(f"{name!r}: this step has {', '.join(map(str, self._names))}") from None
         value: float = self._reading.values()[index]
         return value
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
+import inspect
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+
+_NO_DEVICE = frozenset({"unit", "units", "path", "file", "tz"})  # first arguments of methods `to` that mean something else
 
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
@@ -53,11 +58,16 @@ def _map_container(on_tensor: Callable[[Tensor], Any], value: Any, on_object: An
 
     if on_object is not None and has_to(value):
         moved = on_object(value)
+        if moved is None:  # it has moved in place
+            moved = value
         if not isinstance(moved, Mapping):
             return moved
         value = moved
     if isinstance(value, Mapping):
-        return _replaced(value, {k: new for k, v in value.items() if (new := walk(v)) is not v})
+        changes = {k: new for k, v in value.items() if (new := walk(v)) is not v}
+        if changes and not hasattr(value, "__setitem__"):
+            return _rebuilt_mapping(value, changes, walk)
+        return _replaced(value, changes)
     if isinstance(value, tuple):
         return _rebuilt_tuple(value, [walk(v) for v in value])
     if isinstance(value, list | deque):
@@ -69,19 +79,60 @@ def _map_container(on_tensor: Callable[[Tensor], Any], value: Any, on_object: An
 
 def has_to(value: Any) -> bool:
     """Whether `value` is an object that can take itself to a device. A module passed as an argument stays where it is."""
-    return not isinstance(value, nn.Module | type) and callable(getattr(value, "to", None))
+    if isinstance(value, nn.Module | type) or not callable(getattr(value, "to", None)):
+        return False
+    return torch.compiler.is_compiling() or _takes_device(type(value))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1000)
+def _takes_device(kind: type) -> bool:
+    """Whether `.to(device)` fits, as far as its signature tells: there are `.to(unit)` and `.to(*, device)`."""
+    function = inspect.getattr_static(kind, "to", None)
+    if not isinstance(function, FunctionType):
+        return True
+    signature = inspect.signature(function, follow_wrapped=False)
+    try:
+        given = signature.bind(None, None).arguments
+    except TypeError:
+        return False
+    return _NO_DEVICE.isdisjoint(given)
 
 
 def _replaced(container: Any, changes: dict[Any, Any]) -> Any:
     """A shallow copy with some items replaced, of the same type: what a subclass carries besides its items is kept."""
     if not changes:
         return container
-    if not hasattr(container, "__setitem__"):  # a read-only mapping
-        return type(container)({**container, **changes})
-    made = copy.copy(container)
-    for key, item in changes.items():
-        made[key] = item
+    try:
+        made = copy.copy(container)
+        for key, item in changes.items():
+            made[key] = item
+    except Exception:  # checks of the user's own: past them, as past a constructor
+        if not isinstance(container, dict):
+            raise
+        made = type(container).__new__(type(container))
+        getattr(made, "__dict__", {}).update(getattr(container, "__dict__", {}))
+        put = OrderedDict.__setitem__ if isinstance(container, OrderedDict) else dict.__setitem__
+        for key, item in {**container, **changes}.items():
+            put(made, key, item)
     return made
+
+
+def _rebuilt_mapping(value: Any, changes: dict[Any, Any], walk: Callable[[Any], Any]) -> Any:
+    """A read-only mapping: what it holds is in an attribute, or goes to its constructor; else it stays."""
+
+    def by_its_attributes() -> Any:
+        made = copy.copy(value)
+        vars(made).update({name: walk(held) for name, held in vars(value).items()})
+        return made
+
+    for make in (by_its_attributes, lambda: type(value)({**value, **changes})):
+        try:
+            made = make()
+            if all(made[key] is item for key, item in changes.items()):
+                return made
+        except Exception:  # it has no attributes, or a constructor of its own
+            continue
+    return value
 
 
 def _rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:

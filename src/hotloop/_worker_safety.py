@@ -54,6 +54,7 @@ class Contents(pickle.Pickler):
         self._forked = forked
         self._inherited = (FunctionType, BuiltinFunctionType, ModuleType, type) if forked else ()
         self._left = _MOST_OBJECTS
+        self._seen: set[int] = set()
 
     def read(self, thing: Any) -> str:
         """The error that stands in the way; "" if none."""
@@ -73,6 +74,8 @@ class Contents(pickle.Pickler):
         if random_state(thing):
             self.generators.append(thing)
             return "random generator"
+        if isinstance(thing, (FunctionType, type)):
+            self._look_beside(thing)
         if isinstance(thing, (Tensor, self._inherited)) or type(thing).__module__ == "numpy":
             return "data or code"
         if isinstance(thing, (list, tuple, set, dict)) and len(thing) > _BEGINNING:
@@ -80,12 +83,27 @@ class Contents(pickle.Pickler):
             return "long container"
         return None
 
+    def _look_beside(self, code: Any) -> None:
+        """Generators that code finds by name: in its class and what that inherits from, in their modules."""
+        for owner in getattr(code, "__mro__", (code,)):
+            for place in (owner, sys.modules.get(owner.__module__)):
+                if id(place) not in self._seen:
+                    self._seen.add(id(place))
+                    self.generators += filter(_is_generator, list(getattr(place, "__dict__", {}).values()))
+
     def _read_beginning(self, container: Any) -> None:
         inner = Contents(self._forked)
         beginning = islice(container.items() if isinstance(container, dict) else container, _BEGINNING)
         if error := inner.read([*beginning]):
             raise pickle.PicklingError(error)
         self.generators += inner.generators
+
+
+def _is_generator(thing: Any) -> bool:
+    try:
+        return random_state(thing) is not None
+    except Exception:  # a proxy of something that is not there
+        return False
 
 
 class _LongEnoughError(Exception):

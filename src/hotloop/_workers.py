@@ -49,7 +49,8 @@ def _cores() -> int:
         allowed = min(allowed, math.ceil(int(quota) / int(period)))
     except (OSError, ValueError):
         pass  # no such file, or no limit in it
-    return max(1, allowed // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, allowed // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
 def _shared_memory() -> float:
