@@ -183,6 +183,27 @@ def test_in_eval_mode_an_input_that_requires_grad_keeps_the_graph(precision, pla
         assert gradient.shape == X.shape
 
 
+class Graph:
+    """A batch that takes itself to a device, as those of graph libraries do."""
+
+    def __init__(self, x):
+        self.stores = [{"x": x}]
+
+    def to(self, device):
+        return Graph(self.stores[0]["x"].to(device))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_in_eval_mode_an_input_inside_an_object_counts_as_well(grad):
+    class Energy(Probe):
+        def forward(self, graph):
+            return super().forward(graph.stores[0]["x"])
+
+    model, _ = wrapped(Energy())
+    x = X.clone().requires_grad_(grad)
+    assert model.eval()(Graph(x)).requires_grad is grad
+
+
 def test_gradients_of_the_plain_module_are_its_own_affair():
     """N13."""
     model, raw = wrapped()

@@ -115,6 +115,33 @@ class Output:
     n: int = 3
 
 
+class Taking(Net):
+    """Takes its input from what holds it."""
+
+    def forward(self, held):
+        while not isinstance(held, torch.Tensor):
+            held = held.a if isinstance(held, Output) else next(iter(held.values() if isinstance(held, dict) else held))
+        return super().forward(held)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda x: [x],
+        lambda x: (3, [x])[1:],
+        lambda x: {"a": {"x": x}},
+        lambda x: OrderedDict(a=x),
+        lambda x: Pair(x, 3),
+        Output,
+    ],
+    ids=["list", "tuple", "dict", "OrderedDict", "namedtuple", "dataclass"],
+)
+def test_compiled_an_input_in_a_container_that_requires_grad_keeps_the_graph(compiled, hold, grad):
+    model = optimize(Taking(), precision="bf16").eval()
+    assert compiled(model)(hold(X.clone().requires_grad_(grad))).requires_grad is grad
+
+
 MAKES = {
     "tuple": lambda h: (h, 3),
     "list": lambda h: [h, [h]],

@@ -1238,11 +1238,13 @@ def test_a_lazy_result_is_evaluated_as_it_runs(late):
     assert model.training
 
 
-def test_a_context_manager_is_decorated_the_other_way_round():
+def test_a_context_manager_cannot_evaluate_the_block_of_a_with():
     def held(model):
         yield model(torch.ones(1, 4))
 
-    with pytest.raises(TypeError, match=r"fast_eval\(contextmanager\(held\)\).*write @contextmanager above @fast_eval"):
+    with pytest.raises(
+        TypeError, match=r"fast_eval\(contextmanager\(held\)\).*@fast_eval over the function that has the block"
+    ):
         fast_eval(contextlib.contextmanager(held))(Looked())
 
 

@@ -615,3 +615,66 @@ def test_a_finished_evaluation_keeps_nothing_alive() -> None:
     del model
     gc.collect()
     assert ref() is None
+
+
+def left_early(values: Any) -> None:
+    for _ in values:
+        break
+
+
+def closed(values: Any) -> None:
+    next(values)
+    values.close()
+
+
+def thrown_into(values: Any) -> None:
+    next(values)
+    with pytest.raises(KeyError):
+        values.throw(KeyError("mine"))
+
+
+async def closed_while_it_waits(values: Any) -> None:
+    await anext(values)
+    await values.aclose()
+
+
+async def thrown_into_while_it_waits(values: Any) -> None:
+    await anext(values)
+    with pytest.raises(KeyError):
+        await values.athrow(KeyError("mine"))
+
+
+@fast_eval
+def endless(model: nn.Module, x: torch.Tensor) -> Iterator[Any]:
+    while True:
+        yield model(x)
+
+
+@fast_eval
+async def endless_async(model: nn.Module, x: torch.Tensor) -> AsyncIterator[Any]:
+    while True:
+        yield model(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "end"),
+    [
+        (endless, left_early),
+        (endless, closed),
+        (endless, thrown_into),
+        (endless_async, closed_while_it_waits),
+        (endless_async, thrown_into_while_it_waits),
+    ],
+)
+def test_what_ends_early_frees_its_arguments_at_once(function: Any, end: Any) -> None:
+    x = torch.randn(3, 4)
+    alive = weakref.ref(x)
+    gc.disable()
+    try:
+        ended = end(function(nn.Linear(4, 2), x))
+        if inspect.iscoroutine(ended):
+            asyncio.run(ended)
+        del x, ended
+        assert alive() is None
+    finally:
+        gc.enable()

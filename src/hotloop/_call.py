@@ -99,7 +99,7 @@ def _gradients(live: Live, parts: Parts, args: tuple[Any, ...], kwargs: dict[str
     off = not torch.is_grad_enabled()
     if live.inference == "grad" or (off and live.inference == "no_grad") or (not off and body.evaluates):
         return _AS_IT_IS
-    if any(t.requires_grad for t in leaves((args, kwargs))) or _has_swapped_parameters(parts.model):
+    if any(t.requires_grad for t in leaves((args, kwargs), within_objects=True)) or _has_swapped_parameters(parts.model):
         return _AS_IT_IS
     if not off:
         live.cut = True  # a step that is given a loss asks for it
@@ -162,7 +162,7 @@ def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, An
     args, kwargs = _traced_map(lambda t: t.to(parts.device), (args, kwargs))
     finish = as_float32 if _casts(live, parts) else _as_it_is
     keeps = live.in_step != 0 or parts.model.training or live.inference == "grad" or not torch.is_grad_enabled()
-    if keeps or any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+    if keeps or _traced_requires_grad((args, kwargs)):
         with parts.autocast(*args, **kwargs):
             return _traced_map(finish, run(*args, **kwargs))
     with torch.no_grad(), parts.autocast(*args, **kwargs):
@@ -198,6 +198,19 @@ def _traced_map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         changes = {f.name: _traced_map(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)
     return value
+
+
+def _traced_requires_grad(value: Any) -> bool:
+    """Whether a tensor in what `_traced_map` walks through requires grad."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return any(_traced_requires_grad(v) for v in value)
+    if isinstance(value, dict):
+        return any(_traced_requires_grad(v) for v in value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_traced_requires_grad(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
+    return False
 
 
 _MIXED = ("same device", "should be the same", "Input type", "is on cpu", "mixed with")

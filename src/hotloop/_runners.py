@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -53,8 +54,8 @@ def lazily(evaluation: Evaluation, result: Any) -> Any:
     body = getattr(result, "gen", None) if isinstance(result, AbstractContextManager) else None
     if isinstance(body, types.GeneratorType):
         raise TypeError(
-            f"fast_eval(contextmanager({body.__name__})): its body runs after the call; write @contextmanager above @fast_eval, "
-            f"next to `def {body.__name__}`"
+            f"fast_eval(contextmanager({body.__name__})): what is evaluated is the body of a function, and never the block of a "
+            f"`with`; leave {body.__name__} as it is, and write @fast_eval over the function that has the block"
         )
     return as_result(_running(evaluation, result))
 
@@ -90,22 +91,26 @@ def _in_pieces(
     body: Any, context: Callable[[], AbstractContextManager[None]], finish: Callable[[Any], Any]
 ) -> Generator[Any, Any, Any]:
     """Runs `body` to its end, each piece up to its next `yield` (or `await`) in a context of its own."""
-    step, value = body.send, None
-    while True:
-        done, item = _piece(context(), _advance, step, value)
-        if done:
-            return item
-        try:
-            value = yield finish(item)
-            step = body.send
-        except BaseException as error:  # also GeneratorExit: the body cleans up in its context
-            step, value = body.throw, error
+    # The traceback of an error that is thrown in and comes out again holds the frames on its way. None of them may hold the error:
+    # with the arguments of the body they would stay until the garbage is collected. So the next step is handed on in a list.
+    steps = [partial(body.send, None)]
+    try:
+        while True:
+            done, item = _piece(context(), _advance, steps)
+            if done:
+                return item
+            try:
+                steps.append(partial(body.send, (yield finish(item))))
+            except BaseException as error:  # also GeneratorExit: the body cleans up in its context
+                steps.append(partial(body.throw, error))
+    finally:
+        del body
 
 
-def _advance(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
+def _advance(steps: list[Callable[[], Any]]) -> tuple[bool, Any]:
     """Whether the body has ended, and what it yields or returns."""
     try:
-        return False, step(value)
+        return False, steps.pop()()
     except StopIteration as stop:
         return True, stop.value
 
@@ -127,17 +132,17 @@ async def _coroutine(evaluation: Evaluation, body: Any) -> Any:
 
 
 async def _async_generator(evaluation: Evaluation, body: Any) -> AsyncGenerator[Any, Any]:
-    step = _first_step(body)
+    steps = [_first_step(body)]
     while True:
         try:
             with evaluation.held():
-                item = await _Awaited(evaluation, step)
+                item = await _Awaited(evaluation, steps.pop())
         except StopAsyncIteration:
             return
         try:
-            step = body.asend((yield as_result(item)))
+            steps = [body.asend((yield as_result(item)))]
         except BaseException as error:  # also GeneratorExit
-            step = body.athrow(error)
+            steps = [body.athrow(error)]
 
 
 def _first_step(body: Any) -> Any:

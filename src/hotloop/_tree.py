@@ -215,8 +215,11 @@ def move_call(
     return move((args, kwargs), device, stays_on)
 
 
-def leaves(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in a nested batch, in order. Looks into what `map_leaves` looks into, and changes nothing."""
+def leaves(value: Any, _seen: set[int] | None = None, *, within_objects: bool = False) -> Iterator[Tensor]:
+    """Every tensor in a nested batch, in order. Looks into what `map_leaves` looks into, and changes nothing.
+
+    With `within_objects` also into the attributes of objects that take themselves to a device, such as graph batches.
+    """
     if isinstance(value, Tensor):
         yield value
         return
@@ -230,7 +233,9 @@ def leaves(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
         children = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         children = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    elif within_objects and has_to(value):
+        children = getattr(value, "__dict__", {}).values()
     else:
         return
     for child in children:
-        yield from leaves(child, seen)
+        yield from leaves(child, seen, within_objects=within_objects)
