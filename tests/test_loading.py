@@ -595,6 +595,35 @@ def test_an_exact_model_has_nothing_fetched_ahead(exact):
     assert source.asked == (1 if exact else 2)
 
 
+class Resumable:
+    """Knows which batch comes next, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        while self.next < 6:
+            self.next += 1
+            yield torch.tensor([self.next - 1.0])
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+def test_a_loader_is_resumed_with_the_batch_that_comes_next(device):
+    """One that was fetched ahead would be lost."""
+    first, second = prefetch(Resumable(), device), prefetch(Resumable(), device)
+    batches = iter(first)
+    seen = [int(next(batches).cpu()) for _ in range(3)]
+    second.load_state_dict(first.state_dict())
+    assert [*seen, *(int(batch.cpu()) for batch in second)] == list(range(6))
+
+
 @pytest.mark.simgpu
 def test_a_wrapped_model_is_asked_for_its_device_at_each_iteration():
     model = optimize(nn.Linear(2, 2))

@@ -45,7 +45,8 @@ def prefetch(loader: LoaderT, device: torch.device | str | int | nn.Module = "au
     Batches are fetched in the calling thread and in the loader's order, so a data set is used as it was before; an error in
     batch 3 is raised at batch 3. What looking ahead can change: where the loader (without workers) and the loop's own body
     both draw from the CPU's random numbers, their draws come in another order. `depth=1` keeps it, and so does a model
-    wrapped with `exact=True`; the next batch is then fetched when it is asked for, and its copy is still not waited for.
+    wrapped with `exact=True`; the next batch is then fetched when it is asked for, and its copy is still not waited for. So it
+    is for a loader with a `state_dict`, which tells where to resume.
 
     Args:
         loader: any iterable of batches: a `DataLoader`, a list, a generator, an endless stream.
@@ -89,8 +90,9 @@ class Prefetch(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         batches = _batches(self.__wrapped__)
         if device.type != "cpu":
             live = live_of(self._self_target)
-            keeps_order = live is not None and live.exact
-            depth = 1 if keeps_order else self._self_depth
+            # A loader that can be resumed counts what it has handed out: a batch ahead would be lost.
+            in_step = (live is not None and live.exact) or callable(getattr(self.__wrapped__, "state_dict", None))
+            depth = 1 if in_step else self._self_depth
             return Ahead(batches, transfer_to(device), depth, lasting=_makes_new_memory(self.__wrapped__))
         # Without an accelerator there is no place but the CPU that a batch could come from.
         return map(partial(move, device=device), batches) if torch.accelerator.is_available() else batches
