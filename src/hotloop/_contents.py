@@ -121,8 +121,9 @@ def put_back(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     for tensor, value in values:
         if tensor.shape != value.shape:  # a run has resized it, as one that takes its size from the first batch
             tensor.data = value.clone()
-        elif tensor.layout is not torch.strided or all(
-            stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-        ):
+        elif not _is_expanded(tensor):  # torch writes to none such
             tensor.data.copy_(value)  # its version stays: the run that worked may have saved it for its backward
-        # Else it is expanded: torch writes to none such.
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and any(n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
