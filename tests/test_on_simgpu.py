@@ -372,6 +372,18 @@ def test_pinned_memory_may_be_refilled_after_a_call(way):
     assert [x.mean().item() for x in got] == [0.0, 1.0, 2.0]
 
 
+def test_a_graph_that_is_captured_reads_the_users_own_memory(monkeypatch):
+    """It is filled again before each replay."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = torch.zeros(2).pin_memory()
+    model = optimize(nn.Identity(), device=DEVICE)
+    with simgpu.asynchronous():
+        arrived = model(x)
+        x.fill_(1.0)
+    assert arrived.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("view", [torch.t, lambda x: x[:, 1:], lambda x: x[:1].expand(3, 4), nn.Parameter])
 def test_pinned_memory_of_any_layout_arrives(view):
     x = view(torch.arange(16.0).reshape(4, 4).pin_memory())

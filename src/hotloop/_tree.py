@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hotloop._device import is_capturing
+
 T = TypeVar("T")
 
 _NO_DEVICE = frozenset({"unit", "units", "path", "file", "tz"})  # first arguments of methods `to` that mean something else
@@ -184,11 +186,12 @@ def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on another device. It has been read when this returns: the user may write to it at once.
 
     A device reads pinned memory only when it gets there. So the user's is copied to a pinned block that nobody writes to, and
-    that torch keeps until it has been read. Of memory that is not pinned torch itself makes such a copy.
+    that torch keeps until it has been read. Of memory that is not pinned torch itself makes such a copy. A CUDA graph reads the
+    user's own at each replay.
     """
     if device.type == "cpu":
         return tensor.to(device)
-    if _is_pinned(tensor):
+    if _is_pinned(tensor) and not is_capturing():
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return tensor.to(device)
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
