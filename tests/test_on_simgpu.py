@@ -748,9 +748,29 @@ def test_to_apply_and_revert_placement_leaves_everything_as_it_was():
     assert opt.param_groups[0]["params"] == [raw.embed.weight]
 
 
+@pytest.mark.parametrize("devices", [("simgpu", "cpu"), ("cpu", "simgpu")])
+def test_a_call_of_a_model_on_two_devices_leaves_things_where_they_are(devices):
+    class Noted(Spread):
+        def forward(self, x, y):
+            self.seen = [x.device.type, y.device.type]
+            return super().forward(x)
+
+    raw = Noted(*devices)
+    model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for mode in (True, False):
+        output = model.train(mode)(X.to(devices[0]), Y.to(devices[1]))
+        assert raw.seen == list(devices)
+    model.train()
+    output = model(X.to(devices[0]), Y.to(devices[1]))
+    assert step(F.cross_entropy(output, Y.to(output.device))).updated
+
+
 class Immovable(nn.Linear):
     def _apply(self, fn, recurse=True):
         raise RuntimeError("it stays")
+
+    def forward(self, x, *target):
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("place", ["second model", "loss function"])
@@ -825,7 +845,9 @@ def test_an_automatic_precision_holds_where_it_was_chosen_for(precision, monkeyp
     seen = []
     raw = nn.Linear(512, 512)
     raw.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    model, step = optimize(raw, torch.optim.SGD(raw.parameters(), lr=0.1), F.mse_loss, device="cpu", precision=precision)
+    model, step = optimize(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1), lambda o, y: F.mse_loss(o, y), device="cpu", precision=precision
+    )
     x = torch.randn(64, 512)
     for device in ("cpu", DEVICE, "cpu"):
         model.to(device)

@@ -44,7 +44,7 @@ def call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     recovery = live.recovery  # another thread may take it away
     if recovery is not None:
         if transform_level() is not None:  # torch.func bears less than a plain call, and nothing can be put back inside it
-            args, kwargs = move_call(args, kwargs, live.parts.device)
+            args, kwargs = move_call(args, kwargs, live.parts.device, live.parts.spread)
             return run(*args, **kwargs)
         return recovery.attempt(live, partial(_call, run, live, args, kwargs, moved), (args, kwargs))
     return _call(run, live, args, kwargs, moved)
@@ -54,7 +54,7 @@ def _call(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any], m
     parts = live.parts
     try:
         if not moved:
-            args, kwargs = move_call(args, kwargs, parts.device)
+            args, kwargs = move_call(args, kwargs, parts.device, parts.spread)
         if parts.model.training or live.is_stepping():
             # The flags that this sets stay set for the backward, which reads them; the step restores them.
             for look in parts.on_inputs:
@@ -87,7 +87,7 @@ def _call_in_eval(run: Any, live: Live, parts: Parts, args: tuple[Any, ...], kwa
 @functools.cache
 def _casts_lose_their_graph() -> bool:
     """Whether autocast hands out a cast that it made without gradients where gradients are on, as an older torch does."""
-    weight = torch.ones(1, 1, requires_grad=True)
+    weight = torch.ones(1, 1, device="cpu", requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             torch.mm(weight, weight)

@@ -179,7 +179,7 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
     layout = _layouts.get(module)
     if layout is None or layout.decided_for != decided_for:
         found = replace(traits([module]), dropout_on_maps=False)  # in eval mode it draws nothing
-        facts = Facts(machine(), found, device=device)
+        facts = Facts(machine(device), found, device=device)
         plan = Plan([memory_format.decide(facts, "auto")])
         layout = _layouts[module] = _Layout(decided_for, plan, memory_format.least(facts), {})
     return _LaidOut(live, layout) if layout.plan[memory_format.NAME].choice == "on" else None
