@@ -16,7 +16,7 @@ import pickle
 import types
 import warnings
 from collections import defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sized
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -1236,6 +1236,21 @@ def test_a_lazy_result_is_evaluated_as_it_runs(late):
     assert len(list(result)) == 2
     assert model.calls == [(False, False)] * 2
     assert model.training
+
+
+class Scores:
+    @fast_eval
+    def score(self): ...
+
+
+ABSTRACT = [Sized, Container, Iterable, contextlib.AbstractContextManager, contextlib.AbstractAsyncContextManager]
+
+
+@pytest.mark.parametrize("kind", ABSTRACT)
+@pytest.mark.parametrize("decorated", [fast_eval(net), Scores().score], ids=["function", "method"])
+def test_a_decorated_function_is_no_container(decorated, kind):
+    assert isinstance(decorated, Callable)
+    assert not isinstance(decorated, kind)
 
 
 def test_a_context_manager_cannot_evaluate_the_block_of_a_with():

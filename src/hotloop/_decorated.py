@@ -20,7 +20,13 @@ def decorated(function: Any, evaluator: Callable[..., Any]) -> Any:
     return (_Generator if is_generator else _Function)(function, kept_from_dynamo(evaluator))
 
 
-class _Method(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+class _NoContainer:
+    """Takes away what wrapt's proxies have, whatever they wrap: `isinstance(function, Sized)` is False, as it is of a function."""
+
+    __len__ = __contains__ = __enter__ = __exit__ = __aenter__ = __aexit__ = None
+
+
+class _Method(_NoContainer, wrapt.BoundFunctionWrapper):  # type: ignore[type-arg, misc]
     """A decorated method, as it comes from its class or an instance."""
 
     _torchdynamo_disable = True
@@ -38,7 +44,7 @@ class _Method(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         return self if owner is None else getattr(copy.deepcopy(owner, memo), self.__name__)
 
 
-class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+class _Function(_NoContainer, wrapt.FunctionWrapper):  # type: ignore[type-arg, misc]
     """A decorated function; stored by its name, and its own copy, as functions are."""
 
     __bound_function_wrapper__ = _Method

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -69,6 +68,8 @@ class ModelCall(Detour):
 
     def renew(self) -> None:
         self._casts_of: list[nn.Parameter] = []
+        self._places: list[int] = []
+        self._first: list[Tensor] = []
         self._seen: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,17 +116,17 @@ class ModelCall(Detour):
         # with them.
         if not self._casts_of:
             self._casts_of = [p for p in self.module.parameters() if not (p.is_inference() or is_lazy(p))]
-        now = [torch.is_grad_enabled(), *map(_mark, self._casts_of)]
+        places = [address(p) for p in self._casts_of]
+        if places != self._places:
+            self._places = places
+            with torch.no_grad():
+                self._first = [p.view(-1)[:1] for p in self._casts_of if p.device.type == "cpu" and address(p) and p.is_contiguous()]
+        # What is written past the version counter (`.data`, NumPy) shows in a first number, which a CPU need not be waited for.
+        first = torch.cat(self._first).tolist() if self._first else []
+        now = [torch.is_grad_enabled(), *(p._version for p in self._casts_of), *places, *first]
         if now != self._seen:
             torch.clear_autocast_cache()
             self._seen = now
-
-
-def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
-    """Is another one after a write. One that goes past the version counter (`.data`, NumPy) shows in the first word, on a CPU."""
-    place = address(parameter)
-    on_host = place and parameter.device.type == "cpu" and parameter.element_size() >= 4
-    return parameter._version, place, ctypes.c_uint32.from_address(place).value if on_host else 0
 
 
 @dataclass(frozen=True)

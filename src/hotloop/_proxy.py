@@ -23,6 +23,12 @@ _SPECIAL = (
     *("__enter__", "__exit__", "__aenter__", "__aexit__"),
 )
 
+# What the proxy's base has, whatever it wraps. None is Python's way to take a method away: `isinstance(model, Sized)` is False.
+_TAKEN_AWAY = (
+    *("__len__", "__enter__", "__exit__", "__aenter__", "__aexit__"),
+    *("__int__", "__float__", "__complex__", "__index__", "__bytes__", "__abs__", "__round__"),
+)
+
 # Methods that move parameters or replace them, and the floating dtype that they lead to.
 _DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
 _MOVING = {"to", "cpu", "cuda", "ipu", "xpu", "mtia", "hpu", "to_empty", "type", "load_state_dict", "_apply", *_DTYPES}
@@ -218,9 +224,9 @@ _classes: WeakValueDictionary[type[nn.Module], type[ModelProxy]] = WeakValueDict
 
 def _class_for(kind: type[nn.Module]) -> type[ModelProxy]:
     special = {name for name in _SPECIAL if hasattr(kind, name)}
-    # The proxy's base has `len` and `in` whatever it wraps; None is Python's way to take a method away, and makes
-    # `isinstance(model, Sized)` False. The base's indexing raises as it should, and None there would make `iter` succeed.
-    body: dict[str, Any] = {"__len__": None, **{name: _forwarding(name) for name in special}}
+    body: dict[str, Any] = {name: None for name in _TAKEN_AWAY if not hasattr(kind, name)}
+    body.update({name: _forwarding(name) for name in special})
+    # The base's indexing raises as it should, and None there would make `iter` succeed.
     if not {"__iter__", "__getitem__", "__contains__"} & special:
         body["__contains__"] = None
     return type(ModelProxy.__name__, (ModelProxy,), {**body, "__module__": __name__, "_self_kind": kind})
