@@ -133,6 +133,7 @@ MISTAKES = {
     "no batches": (["training_script:make", "--batches", "loader"], "has no 'loader'; write `loader = DataLoader(...)`"),
     "batches are something else": (["training_script:make", "--batches", "number"], "<int>): both loops train on batches"),
     "batches need an argument": (["training_script:make", "--batches", "batches_of"], "batches() is called without arguments"),
+    "batches are a model": (["training_script:make", "--batches", "make"], "hotloop: step(<Linear>): with a loss_fn the last"),
     "make needs an argument": (["training_script:batches_of"], "make() is called without arguments"),
     "nothing made": (["training_script:make_nothing"], "make() returned (NoneType)"),
     "built once": (["training_script:make_once"], "the same model or optimizer twice"),
@@ -152,7 +153,7 @@ def test_a_mistake_is_one_line_and_exit_code_1(name: str, capsys: pytest.Capture
     assert run("compare", *arguments) == 1
     error = capsys.readouterr().err
     lines = error.splitlines()
-    assert lines[-1].startswith("hotloop: compare") or name == "no folder for the report"
+    assert lines[-1].startswith(("hotloop: compare", "hotloop: step(", "hotloop: the report was not written"))
     assert text in lines[-1]
     assert len(lines) == 1 or name == "a module that needs arguments"  # whose parser says which
 

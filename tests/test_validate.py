@@ -299,7 +299,7 @@ UNKNOWN = {
     "scheduler": ["lr_scheduler", "schedulers"],
     "channels_last": ["memory_format", "channel_last"],
     "scaler": ["grad_scaler"],
-    "loss_fn": ["criterion"],
+    "loss_fn": ["criterion", "loss_fun"],
     "compile": ["torch_compile"],
     "cudnn_benchmark": ["benchmark"],
 }
@@ -314,7 +314,7 @@ def test_an_argument_of_another_name_is_told_ours(meant, given):
 
 
 def test_an_argument_that_nothing_is_like_is_told_all():
-    with pytest.raises(TypeError, match=r"xyz=.*it takes device, precision, .*tune$"):
+    with pytest.raises(TypeError, match=r"xyz=.*it takes optimizer, loss_fn, device, precision, .*tune$"):
         optimize(Net(), xyz=1)
 
 

@@ -64,7 +64,7 @@ def _compare(options: argparse.Namespace) -> None:
         make, batches = _load(options.make, options.batches)
         report = compare(make, batches, steps=options.steps, exact=options.exact)
     except (TypeError, ValueError) as error:
-        if not str(error).startswith(("compare(", "optimize(")):
+        if not str(error).startswith(("compare(", "optimize(", "step(")):
             raise  # from the user's own code: its traceback tells more
         raise _UserError(error) from error
     except SystemExit as ended:

@@ -160,7 +160,7 @@ def _called(function: Callable[[], Any], name: str) -> Any:
         pass
     except TypeError as error:
         raise TypeError(
-            f"compare(make, batches): {name}() is called without arguments, and has {error}; give it defaults, or pass a lambda"
+            f"compare(make, batches): {name}() is called without arguments, which does not fit: {error}; give it defaults, or pass a lambda"
         ) from error
     return function()
 

@@ -164,7 +164,7 @@ def optimize(
     (['loss'], True)
     """
     if unknown:
-        refuse_unknown(unknown, [*(optimize.__kwdefaults__ or ())])
+        refuse_unknown(unknown, ["optimizer", "loss_fn", *(optimize.__kwdefaults__ or ())])
     modules = _validate.models(model)
     accumulate, clip_norm = as_number(accumulate), as_number(clip_norm)
     wishes = {
