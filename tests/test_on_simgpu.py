@@ -769,13 +769,8 @@ class Immovable(nn.Linear):
     def _apply(self, fn, recurse=True):
         raise RuntimeError("it stays")
 
-<<<<<<< HEAD
     def forward(self, x, *target):
         return super().forward(x)
-=======
-    def forward(self, output, target=None):
-        return super().forward(output)
->>>>>>> 75289ffb5180f4e7442055db398185a7e2f37ccc
 
 
 @pytest.mark.parametrize("place", ["second model", "loss function"])

@@ -80,7 +80,7 @@ class BatchLoss:
                 hints.explain_loss_as_batch(error, args, written)
                 raise
             raise clearer from None
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             hints.explain_loss_as_batch(error, args, written)
             raise
 

@@ -120,7 +120,9 @@ class ModelCall(Detour):
         if places != self._places:
             self._places = places
             with torch.no_grad():
-                self._first = [p.view(-1)[:1] for p in self._casts_of if p.device.type == "cpu" and address(p) and p.is_contiguous()]
+                self._first = [
+                    p.view(-1)[:1] for p in self._casts_of if p.device.type == "cpu" and address(p) and p.is_contiguous()
+                ]
         # What is written past the version counter (`.data`, NumPy) shows in a first number, which a CPU need not be waited for.
         first = torch.cat(self._first).tolist() if self._first else []
         now = [torch.is_grad_enabled(), *(p._version for p in self._casts_of), *places, *first]
