@@ -754,6 +754,14 @@ def test_a_loss_given_where_a_batch_is_expected():
         step(loss, torch.ones(3, 2))
 
 
+def test_so_it_does_where_the_model_misses_a_dimension():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    step = optimize(model, SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()).step
+    loss = model(torch.ones(3, 4)).sum()
+    with pytest.raises(IndexError, match=r"Dimension out of range[\s\S]*if it is a loss of your own write step\(loss\)"):
+        step(loss, torch.zeros(3, dtype=torch.long))
+
+
 def test_a_closure_that_the_signature_does_not_ask_for():
     """O4: some optimizers want one all the same."""
 
