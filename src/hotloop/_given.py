@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hotloop._exchange import Exchange
 from hotloop._forms import with_loss_fn
-from hotloop._processes import summed
+from hotloop._processes import everyone, summed
 
 
 def given(modules: Sequence[nn.Module]) -> str:
@@ -35,7 +35,8 @@ class Given:
     gradients stay sharded. All ranks must have as many batches: a forward of such a model waits for the others.
     """
 
-    parameters: Sequence[Tensor] = ()
+    everything: Sequence[Tensor] = ()
+    weighed = False
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
@@ -43,7 +44,7 @@ class Given:
         self._optimizers = optimizers
         self._device = device
         self._late: Exchange | None = None  # for what a window that is cut short leaves behind under DDP
-        self.totals = torch.empty(0)
+        self.weight = torch.empty(0)
 
     def switch(self, last: bool) -> None:
         """Whether the next micro-batch is the last of its window, before its forward: DDP asks then."""
@@ -53,17 +54,17 @@ class Given:
     def arm(self, *, window_is_open: bool) -> None:
         """Nothing: the model's own forward has done it."""
 
-    def finish(self, totals: list[float] | None) -> None:
-        """The backward has averaged the gradients; `totals`, where given, are summed over the ranks."""
-        if totals is not None:
-            self.totals = summed(totals, self._device)
+    def finish(self, weight: float) -> None:
+        """The backward has averaged the gradients; `weight` is summed over the ranks where micro-batches are weighed."""
+        if self.weighed:
+            (self.weight,) = summed([weight], self._device)
 
-    def meet(self, totals: list[float] | None) -> None:
+    def meet(self, weight: float) -> None:
         """Average the gradients of windows that are cut short."""
         if self._replicas:
             self._late = self._late or Exchange(self._plain, self._optimizers)
-            self._late.meet(None)
-        self.finish(totals)
+            self._late.meet(weight)
+        self.finish(weight)
 
     def end(self) -> None:
         """Nothing: the others end with this rank."""
@@ -74,6 +75,12 @@ class Given:
 
     def part(self) -> None:
         """Nothing to remember."""
+
+    def agree(self, weight: float) -> float:
+        """What weights count relative to on all ranks, each of which has a micro-batch."""
+        self.weighed = True
+        given = [w for w in everyone(weight) if w > 0]
+        return sum(given) / len(given) if given else 1.0
 
 
 def exchange_of(
