@@ -1,4 +1,4 @@
-"""A model that the user has put under DistributedDataParallel or `fully_shard`: it communicates by itself."""
+"""A model that the user has put under DistributedDataParallel, `fully_shard` or FullyShardedDataParallel: it communicates by itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,23 +16,42 @@ from hotloop._exchange import Exchange
 from hotloop._forms import with_loss_fn
 from hotloop._processes import everyone, summed
 
+FLAT = "FullyShardedDataParallel"  # its shards are plain tensors: what is computed of them is of this rank's alone
+
 
 def given(modules: Sequence[nn.Module]) -> str:
     """What one of the modules is under, by name; empty if none is under anything."""
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         return "DistributedDataParallel"
     sharding = sys.modules.get("torch.distributed.fsdp")  # who has not imported it cannot have used it
-    kinds = tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(sharding, name, None)))
-    if any(isinstance(part, kinds) for module in modules for part in module.modules()):
-        return "fully_shard"
+    for name, what in ((FLAT, FLAT), ("FSDPModule", "fully_shard")):
+        if any(isinstance(part, getattr(sharding, name, ())) for module in modules for part in module.modules()):
+            return what
     placed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return "DTensor" if any(isinstance(p, placed) for module in modules for p in module.parameters()) else ""
+
+
+def check_wishes(what: str, *, clip_norm: float | None, precision: Any, scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse what would be of each rank's own shard."""
+    if what != FLAT or dist.get_world_size() == 1:
+        return
+    if clip_norm is not None:
+        raise ValueError(
+            f"optimize(..., clip_norm={clip_norm}) with {FLAT}: the norm would be that of each rank's own shard; shard the model with "
+            f"fully_shard, or leave clip_norm away and write before_update=lambda: model.clip_grad_norm_({clip_norm})"
+        )
+    if precision == "fp16" or (scaler is not None and scaler.is_enabled()):
+        wish = "precision='fp16'" if scaler is None else "scaler=..."
+        raise ValueError(
+            f"optimize(..., {wish}) with {FLAT}: each rank would see the overflows of its own shard, and ranks would skip different "
+            "updates; shard the model with fully_shard, or write precision='bf16' or 'fp32'"
+        )
 
 
 class Given:
     """Stands in for an `Exchange` where the model exchanges gradients in its own backward.
 
-    Under DDP micro-batches before the last one of a window do not communicate. Under `fully_shard` each one does, so that
+    Under DDP micro-batches before the last one of a window do not communicate. Where they are sharded each one does, so that
     gradients stay sharded. All ranks must have as many batches: a forward of such a model waits for the others.
     """
 
