@@ -192,7 +192,14 @@ class Exchange:
     def all_have_ended(self) -> bool:
         """Whether every rank took part in the last exchange by `meet`. Waits for the device."""
         self._wait()
-        return all(self._parted < note <= self._count for note in self._notes.read())
+        notes = self._notes.read()
+        have_ended = all(self._parted < note <= self._count for note in notes)
+        if have_ended and max(notes, default=self._count) < self._count:
+            raise RuntimeError(
+                "step.flush(): this rank, without batches, has answered updates of another step as if they were of this one, and their "
+                "weights are wrong from there on; a loop with several steps needs as many batches on every rank"
+            )
+        return have_ended
 
     def _wait(self) -> None:
         """The last exchange is over: what other ranks noted before it can be read."""
