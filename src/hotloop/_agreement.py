@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hotloop._given import FLAT, given
 from hotloop._plan import Decision
 from hotloop._processes import everyone, host
 
@@ -32,6 +33,7 @@ def check(
             options = {key: value for key, value in group.items() if isinstance(value, int | float | str | tuple | None)}
             mine.update({f"{key} in group {j} of optimizer {i}": value for key, value in options.items()})
             mine[f"the number of parameters in group {j} of optimizer {i}"] = len(group["params"])
+    shards_differ = given(modules) == FLAT  # in their sizes
     for i, module in enumerate(modules):
         for name, p in module.named_parameters():
             if nn.parameter.is_lazy(p):
@@ -39,7 +41,8 @@ def check(
                     f"optimize(...) in several processes: the parameter {name!r} has no shape yet; run one batch through the model "
                     "before optimize"
                 )
-            mine[f"the parameter {name!r} of model {i}"] = f"{tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+            shape = "" if shards_differ else f"{tuple(p.shape)}, "
+            mine[f"the parameter {name!r} of model {i}"] = f"{shape}{p.dtype}, requires_grad={p.requires_grad}"
     if not any(p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]):
         raise ValueError(
             "optimize(...) in several processes: no parameter of the optimizer requires grad, so there is nothing to average; "

@@ -37,7 +37,7 @@ class DistributedStep(Step):
     def __call__(self, /, *args: Any, weight: float | None = None, **kwargs: Any) -> Metrics:
         """As `Step.__call__`; `weight` is this micro-batch's weight among those of all ranks."""
         if weight is not None and self._window.common is None:
-            self._window.common = _agreed(forms.check_weight(weight))
+            self._window.common = self._exchange.agree(forms.check_weight(weight))
         try:
             return super().__call__(*args, weight=weight, **kwargs)
         finally:
@@ -71,17 +71,13 @@ class DistributedStep(Step):
         window = self._window
         self._exchange.arm(window_is_open=window.is_open)
         super()._backward(loss, weight)
-        self._exchange.finish(self._totals(window.count + 1, window.weight + weight / window.reference))
-
-    def _totals(self, count: int, weight: float) -> list[float] | None:
-        """What the ranks tell each other of a window: only where micro-batches have weights."""
-        return None if self._window.common is None else [float(count), weight]
+        self._exchange.finish(window.weight + weight / window.reference)
 
     def _close(self, factor: float) -> tuple[Tensor | None, list[Any]]:
-        if self._window.common is None:
+        if not self._exchange.weighed:
             return super()._close(factor)
         # The weighted mean over what was in the window on all ranks; not read, so that nothing waits.
-        weight = self._exchange.totals[1]
+        weight = self._exchange.weight
         self._update.rescale(torch.where(weight == 0, 1.0, self._window.size * self._size / weight))
         return super()._close(1.0)
 
@@ -112,9 +108,10 @@ class DistributedStep(Step):
     def _meet(self, rescale: bool) -> bool:
         window = self._window
         self._exchange.end()
+        self.scaler.scale(torch.zeros((), device=self._live.parts.device))  # it makes its scale when it is first used
         while True:
             kept = self._set_aside()
-            self._exchange.meet(self._totals(window.count, window.weight))
+            self._exchange.meet(window.weight)
             if self._exchange.all_have_ended():
                 break
             self._record(*self._close(1.0))
@@ -138,7 +135,7 @@ class DistributedStep(Step):
         """The gradients of an update that is done: they can be looked at, and belong to no other one."""
         if self._window.is_open:
             return []
-        kept = [(parameter, parameter.grad) for parameter in self._exchange.parameters]
+        kept = [(parameter, parameter.grad) for parameter in self._exchange.everything]
         for parameter, _ in kept:
             parameter.grad = None
         return kept
@@ -154,9 +151,3 @@ class DistributedStep(Step):
                 pair[0] += total
                 pair[1] += weight
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
-
-
-def _agreed(weight: float) -> float:
-    """What weights count relative to: one number for all ranks, asked for once, so that gradients do not blow up."""
-    given = [w for w in everyone(weight) if w > 0]
-    return sum(given) / len(given) if given else 1.0

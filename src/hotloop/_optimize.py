@@ -16,6 +16,7 @@ from hotloop._build import build, remarks
 from hotloop._distributed_step import DistributedStep
 from hotloop._facts import Facts, machine, traits
 from hotloop._forms import as_number
+from hotloop._given import check_wishes
 from hotloop._losses import regression
 from hotloop._optimized import Optimized
 from hotloop._optimizer_traits import needs_closure, optimizer_traits
@@ -220,6 +221,7 @@ def optimize(
         closure=closure,
         world=None if distributed in (False, None) else world_around(),
     )
+    check_wishes(facts.traits.given, clip_norm=clip_norm, precision=precision, scaler=scaler)
     candidates = trials(facts, wishes) if tune else {}
     wishes.update({name: plain for name, (_, plain) in candidates.items()})
     agreed = {"accumulate": accumulate, "clip_norm": clip_norm, "scheduler": [type(s).__name__ for s in schedulers]}

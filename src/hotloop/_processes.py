@@ -127,9 +127,10 @@ def summed(values: list[float], device: torch.device) -> Tensor:
 
 
 class Notes:
-    """A number that each rank writes for the others to read, beside the group's communication."""
+    """Numbers that ranks write for the others to read, beside the group's communication."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._names = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
         self.write(-1)
 
@@ -142,6 +143,11 @@ class Notes:
         """What each rank has written last."""
         store = _store()
         return [] if store is None else [int(store.get(name)) for name in self._names]
+
+    def first(self, value: float) -> float:
+        """What the first rank that called this has given."""
+        store = _store()
+        return value if store is None else float(store.compare_set(f"{self._name}/first", "", repr(value)))
 
 
 def _store() -> Any:

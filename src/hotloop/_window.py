@@ -32,7 +32,7 @@ class Window:
         self.count = 0
         self.extra = False  # a `step.backward` has opened the window
         self.weight = 0.0
-        self.reference = 1.0  # weights count relative to the first one, so that token counts do not blow gradients up
+        self.reference = 1.0  # weights count relative to the first that is not 0, so that token counts do not blow gradients up
         self.common: float | None = None  # what weights count relative to instead, where several processes have agreed on it
         self.models = models
         self._optimizers = optimizers
@@ -72,7 +72,7 @@ class Window:
 
         Where it is much heavier than those before, `rescale` makes their gradients smaller instead: float16 would overflow.
         """
-        if self.count == 0 and weight > 0:
+        if self.weight == 0 and weight > 0:
             self.reference = self.common or weight
         share = weight / self.reference
         if share > _HEAVY and self.common is None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -93,6 +93,55 @@ def check_weights_of_micro_batches_under_the_users_ddp(rank):
             for x, y in (rows[rank], rows[rank + 2]):
                 step(x, y, weight=len(x))
         assert_close(alone, given)
+
+
+def flat(**options):
+    return FullyShardedDataParallel(net(dtype=torch.float32), device_id=torch.device("cpu"), **options)
+
+
+def whole(module):
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+        return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+def check_flat_shards_train_as_one_process_does(rank):
+    """With the model's own clipping: a flat shard is a plain tensor, and a norm over it that of one rank."""
+    for use_orig_params, options in itertools.product((False, True), ({}, {"accumulate": 3}, {"clip_norm": 0.1})):
+        plain, given = net(dtype=torch.float32), flat(use_orig_params=use_orig_params)
+        _, one = optimize(plain, SGD(plain.parameters(), 0.1), LOSS, distributed=False, **options)
+        clip = options.pop("clip_norm", None)
+        _, step = optimize(
+            given,
+            SGD(given.parameters(), 0.1),
+            LOSS,
+            before_update=clip and (lambda model=given: model.clip_grad_norm_(0.1)),
+            **options,
+        )
+        assert step.plan["ddp"].why.endswith("under FullyShardedDataParallel already")
+        for batch in batches(5, dtype=torch.float32):
+            size = len(half(batch, rank)[1])
+            one(*batch, weight=2 * size)
+            step(*half(batch, rank), weight=size)
+        assert one.flush() == step.flush() == ("accumulate" in options)
+        expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+        assert (expected - whole(given)[: len(expected)]).abs().max() < 1e-6
+
+
+def check_what_flat_shards_cannot_do_is_refused(rank):
+    given = flat()
+    before = whole(given)
+    for wish, fix in (
+        ({"clip_norm": 0.5}, "before_update=lambda: model.clip_grad_norm_(0.5)"),
+        ({"precision": "fp16"}, "precision='bf16'"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "precision='bf16'"),
+    ):
+        raises(
+            ValueError,
+            lambda wish=wish: optimize(given, SGD(given.parameters(), 0.1), LOSS, **wish),
+            *("FullyShardedDataParallel", "own shard", "fully_shard", fix, next(iter(wish)) + "="),
+        )
+    assert differences(before, whole(given)) == []
+    optimize(given, SGD(given.parameters(), 0.1), LOSS, scaler=torch.amp.GradScaler("cpu", enabled=False))
 
 
 def check_state_dicts_of_a_sharded_model(rank):

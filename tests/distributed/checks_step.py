@@ -346,6 +346,131 @@ def check_layers_are_frozen_and_unfrozen_on_the_way(rank):
     assert_same_on_both(model.state_dict())
 
 
+def check_what_a_window_has_gathered_is_averaged_although_its_layer_is_frozen(rank):
+    """Or replaced, or taken from the optimizer: as one process applies it. What is new holds from there on."""
+
+    def frozen(model, optimizer):
+        model[0].requires_grad_(False)
+
+    def replaced(model, optimizer):
+        torch.manual_seed(5)
+        model[0] = nn.Linear(6, 8).double()
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    def taken_away(model, optimizer):
+        del optimizer.param_groups[0]["params"][:2]
+
+    def frozen_and_taken_away(model, optimizer):
+        frozen(model, optimizer)
+        taken_away(model, optimizer)
+
+    def closed(step, model, x, y):
+        return step(x, y)
+
+    def flushed(step, model, x, y):
+        return step.flush()
+
+    def closed_after_a_backward(step, model, x, y):
+        step.backward(model(x).square().mean())
+        return step(x, y)
+
+    for change, end, (accumulate, before) in itertools.product(
+        (frozen, replaced, taken_away, frozen_and_taken_away), (closed, flushed, closed_after_a_backward), ((2, 3), (3, 4))
+    ):
+        pairs = twins(make=partial(AdamW, lr=0.01), accumulate=accumulate, clip_norm=0.1)
+        old = pairs[1][0][0].weight
+        for alone, (m, step) in zip((True, False), pairs, strict=True):
+            data = [batch if alone else half(batch, rank) for batch in batches(12)]
+            for batch in data[:before]:
+                step(*batch)
+            change(m, step._optimizers[0])
+            for batch in data[before:-4]:
+                end(step, m, *batch)
+            for batch in data[-4:]:
+                step(*batch)
+        close(*(m for m, _ in pairs))
+        assert_same_on_both(pairs[1][0].state_dict(), old.detach())
+
+
+def check_a_layer_is_frozen_in_a_window_that_one_rank_has_left_open(rank):
+    """The other rank has no gradient of it, and none of the update before."""
+    (alone, one), (model, step) = twins(make=partial(SGD, lr=0.5), accumulate=2)
+    data = batches(3)
+    for batch in data:
+        one(*batch)
+    for batch in data if rank else data[:2]:
+        step(*batch)
+    for m, s in ((alone, one), (model, step)):
+        m[0].requires_grad_(False)
+        assert s.flush()
+        assert not s.flush()
+    close(alone, model)
+
+
+def check_a_window_in_which_a_layer_was_frozen_is_resumed(rank):
+    (_, _), (model, step) = twins(accumulate=2)
+    data = [half(b, rank) for b in batches(4)]
+    for x, y in data[:3]:
+        step(x, y)
+    saved = copy.deepcopy((model.state_dict(), step._optimizers[0].state_dict(), step.state_dict()))
+    plain = net()
+    plain[0].requires_grad_(False)
+    optimizer = MOMENTUM(plain.parameters())
+    again, resumed = optimize(plain, optimizer, LOSS, accumulate=2)
+    for loads, state in zip((again, optimizer, resumed), saved, strict=True):
+        loads.load_state_dict(state)
+    model[0].requires_grad_(False)
+    for s in (step, resumed):
+        s(*data[3])
+    assert differences(model.state_dict(), again.state_dict()) == []
+    assert_same_on_both(model.state_dict())
+
+
+class Tables(nn.Module):
+    """Two tables with sparse gradients, of which a batch reaches one or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Embedding(10, 4, sparse=True), nn.EmbeddingBag(10, 4, sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids, both=True):
+        return self.head(self.a(ids).mean(1) + (self.b(ids) if both else 0.0))
+
+
+def check_tables_with_sparse_gradients(rank):
+    torch.manual_seed(3)
+    data = [(torch.randint(10, (8, 2)), torch.randint(3, (8,))) for _ in range(5)]
+    for accumulate, weighed, freezes in itertools.product((1, 2), (False, True), (False, True)):
+        made = []
+        for distributed in (False, "auto"):
+            torch.manual_seed(1)
+            plain = Tables().double()
+            model, step = optimize(plain, SGD(plain.parameters(), 0.5), accumulate=accumulate, distributed=distributed)
+            made.append(plain)
+            for i, batch in enumerate(data):
+                ids, y = half(batch, rank) if distributed else batch
+                step(LOSS(model(ids, both=i % 2 == 0), y), **({"weight": len(y)} if weighed else {}))
+                if freezes and i == 2:
+                    plain.b.requires_grad_(False)
+            assert step.flush() == (accumulate == 2)
+        close(*made)
+        assert_same_on_both(made[1].state_dict())
+
+
+def check_a_table_with_sparse_gradients_at_a_ragged_end(rank):
+    """A table that no rank has reached in the update keeps its weights and has no gradient."""
+    torch.manual_seed(1)
+    plain = Tables()
+    model, step = optimize(plain, SGD(plain.parameters(), 0.5), accumulate=2)
+    for _ in range((2, 5)[rank]):
+        step(LOSS(model(torch.randint(10, (4, 2)), both=False), torch.randint(3, (4,))))
+    assert step.flush()
+    assert plain.b.weight.grad is None
+    assert step.updates == 3
+    assert_same_on_both(plain.state_dict())
+
+
 def check_parameters_outside_of_the_model_are_averaged(rank):
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))
     plain = net()
@@ -406,6 +531,52 @@ def check_weights_count_among_those_of_all_ranks(rank):
         results.append(plain)
     close(*results)
     assert_same_on_both(results[1].state_dict())
+
+
+def check_weights_that_are_zero(rank):
+    """On one rank the first of a window, or all; on both, all; at the start, or later."""
+    masked, sizes = batches(1)[0], [(0, 0), (0, 0), (0, 30), (5, 4), (0, 3), (0, 40), (5, 3), (0, 4)]  # on both ranks
+    for order in (sizes, sizes[6:] + sizes[:6]):
+        (alone, one), (model, step) = twins(make=partial(SGD, lr=0.5), accumulate=2)
+        for pair in order:
+            rows = [(torch.randn(n, 6).double(), torch.randint(3, (n,))) for n in pair]
+            whole = [torch.cat(columns) for columns in zip(*rows, strict=True)]
+            one(*(whole if any(pair) else masked), weight=sum(pair))
+            step(*(rows[rank] if pair[rank] else masked), weight=pair[rank])
+        close(alone, model)
+        assert_same_on_both(model.state_dict())
+        assert step.updates == one.updates == 4
+
+
+def check_a_rank_without_a_batch(rank):
+    """In every precision, with and without weights, which may begin on the way."""
+    for precision, weights, accumulate in itertools.product(
+        ("fp32", "fp16"), ((1, 1, 1, 1, 1), (None,) * 5, (None, None, 4, 4, 4)), (1, 2)
+    ):
+        dtype = torch.float64 if precision == "fp32" else torch.float32
+        results = []
+        for distributed in (False, "auto"):
+            plain = net(dtype=dtype)
+            _, step = hotloop.optimize(
+                plain,
+                SGD(plain.parameters(), 0.5),
+                LOSS,
+                device="cpu",
+                precision=precision,
+                fused=False,
+                accumulate=accumulate,
+                clip_norm=None if None in weights else 0.1,
+                distributed=distributed,
+            )
+            for batch, weight in zip(batches(5, dtype=dtype), weights, strict=True):
+                if rank == 0 or not distributed:
+                    step(*batch, **({} if weight is None else {"weight": weight}))
+            assert step.flush() == (accumulate == 2)
+            results.append(plain)
+        assert step.updates == -(-5 // accumulate)
+        assert_same_on_both(plain.state_dict(), step.updates, step.skipped, step.scale)
+        if None not in weights:  # the mean is over what was in an update, not over the ranks
+            close(*results, tolerance=1e-6 if precision == "fp32" else 2e-4)
 
 
 def check_weights_at_a_ragged_end(rank):

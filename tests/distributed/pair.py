@@ -22,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import hotloop
+
 HERE = Path(__file__).parent
 
 
@@ -34,7 +36,7 @@ def free_port() -> str:
 def environment(rank: int, size: int, port: str) -> dict[str, str]:
     """What torchrun sets."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    paths = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))
+    paths = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent, Path(hotloop.__file__).parent.parent)))
     return {
         **os.environ,
         **{k: str(v) for k, v in place.items()},

@@ -205,3 +205,22 @@ def test_a_rank_that_dies_is_named_by_the_other(dies, how, tmp_path):
     assert status == 1
     assert f"hotloop: rank {dies} does not answer" in output
     assert time.monotonic() - started < 50
+
+
+def test_several_steps_at_a_ragged_end_are_noticed(tmp_path):
+    """A rank that waits in the flush of one answers updates of the other, where their sizes do not tell them apart."""
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os, torch
+from hotloop import optimize
+nets = [torch.nn.Linear(4, 2) for _ in range(2)]
+steps = [optimize(n, torch.optim.SGD(n.parameters(), lr=0.1), torch.nn.MSELoss(), device="cpu").step for n in nets]
+for _ in range(4 + 2 * int(os.environ["RANK"])):
+    for step in steps:
+        step(torch.randn(6, 4), torch.randn(6, 2))
+for step in steps:
+    step.flush()
+""")
+    (first, output), (second, _) = pair.outputs(pair.start([[sys.executable, str(script)]] * 2), 60)
+    assert "a loop with several steps needs as many batches on every rank" in output
+    assert 0 not in (first, second)
