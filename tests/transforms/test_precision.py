@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -524,3 +525,11 @@ def test_float16_parameters_that_train_are_refused(place):
     raw.base.requires_grad_(place == "model")
     with pytest.raises(ValueError, match="float16 parameters to train"):
         optimize(raw, torch.optim.SGD(trained, lr=0.1), F.cross_entropy, precision="fp16", device="cpu")
+
+
+def test_shards_of_a_flat_parameter_stay_in_float32_where_float16_would_be_chosen():
+    """Each rank would skip the updates that overflow in its own shard."""
+    sharded = replace(traits([nn.Linear(512, 512)]), given="FullyShardedDataParallel")
+    decision = precision.decide(Facts(machine(), sharded, CUDA), "auto")
+    assert decision.choice == "fp32"
+    assert "FullyShardedDataParallel" in decision.why
