@@ -132,8 +132,9 @@ def _check_window(window: dict[str, Any], size: int, parameters: Mapping[str, Te
             )
     for step in window["steps"]:
         names, values, weight = step if isinstance(step, list) and len(step) == 3 else ([], None, None)
-        fits = isinstance(names, list) and isinstance(values, list) and len(names) == len(values) and _is_real(weight)
-        if not (fits and all(isinstance(value, complex | bool) or _is_real(value) for value in values or ())):
+        fits = isinstance(names, list) and isinstance(values, list) and len(names) == len(values) > 0 and _is_real(weight)
+        fits = fits and all(isinstance(name, str) for name in names) and 0 <= weight < math.inf
+        if not (fits and all(isinstance(value, complex | bool) or _is_real(value) for value in values)):
             _refuse("a step of its window is not [names, values, weight]")
     if window["count"] == 0 and (window["steps"] or window["weight"] or (window["gradients"] and not window["extra"])):
         _refuse("there is something in a window that is not open")

@@ -51,7 +51,7 @@ class WriteBack:
         if isinstance(given, MutableMapping):
             yield given, made
             children = [(value, made[key]) for key, value in given.items()]
-        elif isinstance(given, list | deque | tuple):
+        elif isinstance(given, list | deque | tuple) and len(given) == len(made):  # else it is a share of what there is
             if not isinstance(given, tuple):
                 yield given, made
             children = list(zip(given, made, strict=True))
