@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,9 +17,9 @@ from torch.optim import RMSprop
 
 import hotloop
 from hotloop import fast_eval
-from hotloop._facts import machine
-from hotloop.transforms import precision as decisions
 from observing import Operators
+
+pytestmark = pytest.mark.usefixtures("sixteen_bit_units")
 
 WIDE = 512
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -28,14 +27,6 @@ Y = torch.arange(8) % 2
 CE = nn.CrossEntropyLoss()
 
 optimize = partial(hotloop.optimize, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def sixteen_bit_units(monkeypatch):
-    """A CPU for which bfloat16 is the automatic choice, in every call."""
-    found = replace(machine(), cpu_16bit="AMX", accelerator=None)
-    monkeypatch.setattr("hotloop._optimize.machine", lambda *_: found)
-    monkeypatch.setattr(decisions, "SOME_ROWS", 0)
 
 
 def made(model, **options):

@@ -242,10 +242,13 @@ def test_a_metric_asked_for_as_an_attribute():
         getattr(metrics({"loss": 0.5, "acc": 1.0}), "acc")  # noqa: B009
 
 
-def test_code_that_makes_collections_anew_gets_a_plain_one():
+def test_code_that_makes_collections_anew():
     """As `apply_to_collection`, `recursively_apply` and other helpers for nested batches do: by the type."""
     model = nn.Linear(2, 1)
     metrics = optimize(model, torch.optim.SGD(model.parameters(), 0.1)).step(model(torch.ones(1, 2)).sum(), seen=3)
-    made = type(metrics)({name: [value] for name, value in metrics.items()})
-    assert made == {"loss": [metrics["loss"]], "seen": [3]}
-    assert type(made) is dict
+    tensor = torch.ones(2)
+    made = type(metrics)({name: [value, tensor] for name, value in metrics.items()})
+    assert type(made) is type(metrics)
+    assert dict(made) == {"loss": [metrics["loss"], tensor], "seen": [3, tensor]}
+    assert made["seen"][1] is tensor
+    assert not made.skipped

@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import RMSprop
 
 import hotloop
-from hotloop._facts import machine
 from hotloop._parts import Live, Parts
 from hotloop._plan import Decision, Plan
 from hotloop._recovery import Recovery
 from hotloop.transforms import precision as decisions
 from observing import Operators, Uncast, in_threads
 from parity.twins import differences, plain_loop, snapshot
+
+pytestmark = pytest.mark.usefixtures("sixteen_bit_units")
 
 WIDE = 512  # layers from here on are worth 16-bit units
 
@@ -33,14 +34,6 @@ def MSE(output, target):  # noqa: N802 - a loss of the user's own, in which nobo
 
 # RMSprop has no fused kernels, so that precision is the only choice that could round. On the CPU, also beside an accelerator.
 optimize = partial(hotloop.optimize, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def sixteen_bit_units(monkeypatch):
-    """A CPU for which bfloat16 is the automatic choice, in every call."""
-    found = replace(machine(), cpu_16bit="AMX", accelerator=None)
-    monkeypatch.setattr("hotloop._optimize.machine", lambda *_: found)
-    monkeypatch.setattr(decisions, "SOME_ROWS", 0)
 
 
 def index_add(h, x):

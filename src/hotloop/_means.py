@@ -14,6 +14,8 @@ from hotloop._reading import Reading, join
 # So many steps are summed by one set of operators: a sum for each step would cost operators in every step.
 _CHUNK = 64
 
+_Step = tuple[list[str], Reading, float]  # the names, the values, and flags behind them; the weight
+
 
 class Means:
     """Weighted sums of the metrics of many steps.
@@ -27,31 +29,33 @@ class Means:
         self._open: list[tuple[list[str], Reading, float]] = []  # without a verdict by now
         self._host: dict[str, list[Any]] = {}  # name -> [weighted sum, weight]
         self._device: dict[Any, Tensor] = {}  # layout -> weighted sums of its words, and the weight
-        self._waiting: list[tuple[list[str], Reading, float, Reading, int]] = []  # with a verdict, and how many flags it has
+        self._waiting: list[tuple[_Step, _Step]] = []  # each with the step that closed its window
 
     def add(self, names: list[str], reading: Reading, weight: float, *, is_open: bool = False) -> None:
         """Take in one step. Values of `reading` beyond the names are overflow flags: a skipped window does not count.
 
         `is_open` says that flags may come with a later step.
         """
+        step = (names, reading, weight)
         if is_open:
-            self._open.append((names, reading, weight))
-        else:
-            self._settle(reading, len(reading.known()) - len(names))
-            if weight:
-                self._waiting.append((names, reading, weight, reading, len(reading.known()) - len(names)))
+            self._open.append(step)
+            return
+        if self._open:
+            self._close(step)
+        if weight:
+            self._waiting.append((step, step))
         if len(self._waiting) >= _CHUNK:
             self._sum_waiting()
 
-    def _settle(self, verdict: Reading, flags: int) -> None:
-        if self._open:
-            self._waiting += [(*step, verdict, flags) for step in self._open if step[2]]
-            self._open.clear()
+    def _close(self, last: _Step | None) -> None:
+        """The open steps have a verdict, or count whatever becomes of their window."""
+        self._waiting += [(step, last or step) for step in self._open if step[2]]
+        self._open.clear()
 
     def _sum_waiting(self) -> None:
         layouts: dict[Any, list[tuple[Reading, float, Reading]]] = {}
-        for names, reading, weight, verdict, flags in self._waiting:
-            known = verdict.known()[-flags:] if flags else []
+        for (names, reading, weight), (closing, verdict, _) in self._waiting:
+            known = verdict.known()[len(closing) :]
             if True in known:
                 continue
             values = reading.known()
@@ -75,8 +79,7 @@ class Means:
 
     def sums(self) -> dict[str, list[Any]]:
         """`{name: [weighted sum, weight]}` of everything taken in. Waits for the device, with one transfer."""
-        self._waiting += [(*step, step[1], 0) for step in self._open if step[2]]
-        self._open.clear()
+        self._close(None)
         self._sum_waiting()
         total = {name: list(pair) for name, pair in self._host.items()}
         if not self._device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import Tensor
 
@@ -34,7 +34,11 @@ class Metrics(Mapping[str, float]):
 
     __slots__ = ("_names", "_output", "_reading", "_updated")
 
-    def __init__(self, names: list[str], reading: Reading, *, updated: bool = True, output: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, names: list[str], reading: Reading | None = None, *, updated: bool = True, output: tuple[Any, ...] = ()
+    ) -> None:
+        if reading is None:  # by code that maps over collections and makes them anew, as `type(m)({name: value})`
+            names, reading = list(names), Reading.of(cast("Mapping[str, Any]", names).values())
         self._names = names
         self._reading = reading  # values beyond the names are the optimizers' overflow flags
         self._updated = updated
@@ -98,10 +102,6 @@ class Metrics(Mapping[str, float]):
         return repr(dict(self))
 
     if not TYPE_CHECKING:  # a checker refuses these by itself
-
-        def __new__(cls, names: Any, reading: Any = None, **_: Any) -> Any:
-            # Code that maps over collections makes them anew as `type(m)({name: value})`; what is in there then is its own affair.
-            return dict(names) if reading is None else super().__new__(cls)
 
         def __getattr__(self, name: str) -> NoReturn:
             old_line = "step returned numbers by name, and no tensor; write metrics['loss']"
