@@ -423,3 +423,18 @@ def test_memory_is_what_a_loop_owns_and_what_its_step_adds(monkeypatch: pytest.M
     ten_floats = 10 * 4
     assert report.plain.peak_memory == 3 * ten_floats + 700  # weights, gradients, momentum
     assert report.wrapped.peak_memory == 3 * ten_floats + 700
+
+
+def test_a_shared_loss_that_cannot_be_copied_is_shared() -> None:
+    class Stuck(nn.MSELoss):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot be copied")
+
+    loss_fn = Stuck()
+
+    def make() -> Any:
+        net = nn.Linear(3, 2)
+        return net, torch.optim.SGD(net.parameters(), 0.1), loss_fn
+
+    report = compare(make, [(torch.ones(4, 3), torch.zeros(4, 2))], steps=2, exact=True)
+    assert report.max_weight_difference == 0.0

@@ -365,7 +365,7 @@ class Output:
 HIDING = {
     "own class": (Output, lambda o: o.logits),
     "namespace": (lambda h: SimpleNamespace(logits=h), lambda o: o.logits),
-    "inside": (lambda h: {"a": [Output({"b": h})]}, lambda o: o["a"][0].logits["b"]),
+    "inside": (lambda h: {"a": [Output(Output(h))]}, lambda o: o["a"][0].logits.logits),
     "categorical": (lambda h: Categorical(logits=h), lambda o: o.logits),
     "normal": (lambda h: Independent(Normal(h, 1.0), 1), lambda o: o.mean),
 }
@@ -390,7 +390,7 @@ def test_an_object_that_hides_its_tensors_holds_no_16_bit_ones(kind, look, form)
         seen.append(look(model.train(form == "model")(X)).dtype)
     assert seen == [torch.float32]
     assert step.plan["precision"].choice == "fp32"
-    assert "where they cannot be cast" in step.plan["precision"].why
+    assert "returns 16-bit tensors inside" in step.plan["precision"].why
 
 
 def test_an_explicit_precision_stays_whatever_a_model_returns():
@@ -440,3 +440,108 @@ def test_buffers_that_came_in_the_place_of_others_count_once(replaced):
     assert step.plan["precision"].choice == "fp32"
     assert raw.norm.num_batches_tracked == 3
     torch.testing.assert_close(raw.norm.running_mean, plain.norm.running_mean, rtol=0.05, atol=0.01)
+
+
+def test_a_model_that_returns_such_an_object_is_run_once():
+    """What it has written into its arguments would be there twice."""
+
+    class Notes(Returns):
+        def forward(self, x, notes):
+            notes.append(len(x))
+            return super().forward(x)
+
+    notes = []
+    model, step = made(Notes(Output))
+    assert model(X, notes).logits.dtype is torch.float32
+    assert notes == [8]
+    assert step.plan["precision"].choice == "fp32"
+
+
+class Cache:
+    """What a decoder hands to its next call."""
+
+    def __init__(self, keys):
+        self.keys = [keys]
+
+
+def test_what_an_object_keeps_in_containers_is_its_own():
+    raw = Returns(lambda h: {"logits": h, "cache": Cache(h)})
+    model, step = optimize(raw, RMSprop(raw.parameters()), lambda o, batch: CE(o["logits"], Y))
+    step({"x": X})
+    assert model(X)["logits"].dtype is torch.float32
+    assert model(X)["cache"].keys[0].dtype is torch.bfloat16
+    assert step.plan["precision"].choice == "bf16"
+
+
+def test_a_list_that_others_hold_too_stays_the_same_list():
+    """And what was in it before is nobody's feature."""
+    raw = Keeps("list")
+    bank = torch.ones(2, dtype=torch.float64)
+    mine = raw.kept
+    mine.append((bank, bank))
+    _, step = made(raw)
+    step(X, Y)
+    assert raw.kept is mine
+    assert [t.dtype for t in mine[0]] == [torch.float64] * 2
+    assert [t.dtype for t in mine[1]] == [torch.float32] * 2
+    assert mine[0][0] is bank
+
+
+def test_what_was_in_16_bits_before_is_the_users_own():
+    class Bank(Net):
+        def prepare(self):
+            self.kept = torch.zeros(1, WIDE, dtype=torch.bfloat16)
+
+        def refuse(self, h):
+            self.kept = torch.cat([self.kept, h.detach().bfloat16()])
+
+    raw = Bank()
+    _, step = made(raw)
+    step(X, Y)
+    assert raw.kept.dtype is torch.bfloat16
+    assert step.plan["precision"].choice == "bf16"
+
+
+class EnoughError(Exception):
+    """Ends a forward early, as extractors of features do."""
+
+
+def test_an_exception_of_the_users_own_that_ends_a_forward_early_is_no_complaint():
+    class Short(Net):
+        calls = 0
+
+        def refuse(self, h):
+            Short.calls += 1
+            raise EnoughError
+
+    model, step = made(Short())
+    for _ in range(3):
+        with pytest.raises(EnoughError):
+            model(X)
+    assert Short.calls == 3
+    assert step.plan["precision"].choice == "bf16"
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("place", ["buffer", "argument"])
+@pytest.mark.parametrize("kind", ["sparse", "read-only"])
+def test_what_cannot_be_written_to_is_not_put_back(place, kind, tmp_path):
+    """A write to a map of a file would end the process."""
+    if kind == "sparse":
+        tensor = torch.eye(8).to_sparse()
+    else:
+        np.save(tmp_path / "rows.npy", np.ones((8, 8), dtype=np.float32))
+        tensor = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"))
+
+    class Mixes(Net):
+        def prepare(self):
+            self.register_buffer("table", tensor if place == "buffer" else None)
+
+        def forward(self, x, table=None):
+            return super().forward((self.table if table is None else table) @ x)
+
+    model, step = made(Mixes())
+    given = () if place == "buffer" else (tensor,)
+    assert model.eval()(X, *given).shape == (8, 2)
+    assert step.plan["precision"].choice == "fp32"
+    assert "index_add_" in step.plan["precision"].why

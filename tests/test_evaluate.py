@@ -584,6 +584,15 @@ def test_casts_are_never_older_than_the_weights(wrapped: bool, write: Callable[.
         torch.testing.assert_close(output, by_hand(model), rtol=0.1, atol=0.1)
 
 
+def test_parameters_of_unusual_dtypes_are_no_obstacle() -> None:
+    model = net()
+    model.scale = nn.Parameter(torch.ones(3).to(torch.float8_e5m2), requires_grad=False)
+    model.index = nn.Parameter(torch.arange(3), requires_grad=False)
+    assert fast_eval(precision="bf16")(lambda model: model(X).sum())(model) == pytest.approx(
+        by_hand(model).sum().item(), abs=0.1
+    )
+
+
 @pytest.mark.parametrize("cached_before", [False, True])
 def test_casts_of_an_evaluation_do_not_reach_a_surrounding_training(cached_before: bool) -> None:
     """A15, A16, A17, A19"""
@@ -1335,3 +1344,15 @@ def test_a_model_that_a_module_holds_apart_is_found_through_a_property():
     student = Student()
     assert isinstance(student.score, float)
     assert student.teacher[0].calls == [(False, False)]
+
+
+def test_what_others_add_to_a_list_meanwhile_is_kept() -> None:
+    model, mine = nn.Linear(4, 2), [DataLoader(TensorDataset(X), batch_size=5)]
+
+    @fast_eval
+    def evaluate(model: nn.Module, given: list[Any]) -> None:
+        given.append("by the body")
+        mine.append("by the caller")
+
+    evaluate(model, mine)
+    assert mine[1:] == ["by the body", "by the caller"]

@@ -223,3 +223,13 @@ def test_an_open_window_that_is_loaded_in_float16_can_be_closed_at_once(close):
     assert fresh.updates == resumed.updates == 1
     ours, theirs = (step._lives[0].parts.model.state_dict() for step in (fresh, resumed))
     assert differences(ours, theirs) == []
+
+
+def test_a_state_of_before_steps_were_kept_loads():
+    state = made().state_dict()
+    del state["window"]["steps"]
+    kept = copy.deepcopy(state)
+    step = made()
+    step.load_state_dict(state)
+    assert differences(state, kept) == []
+    assert step.state_dict()["window"]["count"] == kept["window"]["count"]

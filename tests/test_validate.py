@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -513,3 +514,33 @@ def test_methods_none_is_off():
 def test_the_defaults_spelled_out_are_welcome_without_an_optimizer():
     model = optimize(Net(), None, None, accumulate=1, clip_norm=None, keep_output=False, metrics=None)
     assert model(torch.randn(5, 4)).shape == (5, 2)
+
+
+def test_a_method_of_one_of_several_models_may_be_something_else_of_another():
+    class Encoder(nn.Linear):
+        def encode(self, x):
+            return self(x)
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.encode(x)
+
+    one, other = Encoder(2, 2), Wrapper()
+    (one, other), _ = optimize(
+        [one, other], torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1), methods=("encode",)
+    )
+    assert one.encode(torch.ones(1, 2)).shape == other.encode(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_what_somebody_says_of_a_signature_is_not_taken_for_it():
+    def loss_fn(*args):
+        return (args[0] - args[1]).square().mean()
+
+    loss_fn.__signature__ = inspect.Signature()
+    model = nn.Linear(2, 2)
+    step = optimize(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn).step
+    assert step(torch.ones(1, 2), torch.ones(1, 2)).updated

@@ -96,8 +96,9 @@ def _load(path: str, batches_name: str) -> tuple[Any, Any]:
             f"compare {path}: {module_name} is a file, and a module is asked for; write {plain}:{name}, in the folder that holds it"
         )
     try:
+        sys.argv = [module_name]  # a script that looks for its arguments has none; nor has a package around it
         spec = importlib.util.find_spec(module_name)
-        sys.argv = [spec.origin if spec and spec.origin else module_name]  # a script that looks for its arguments has none
+        sys.argv = [spec.origin if spec and spec.origin else module_name]
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise _UserError(

@@ -42,6 +42,8 @@ def misfit_of(function: Any, *args: str) -> str:
         if function._forward_pre_hooks or type(function).__call__ is not nn.Module.__call__:  # what forward gets is theirs
             return ""
         function = function.forward
+    if hasattr(function, "__signature__"):  # what somebody says of it
+        return ""
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments
     except (TypeError, ValueError):

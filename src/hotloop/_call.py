@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -138,22 +138,30 @@ def finished(output: Any, live: Live, parts: Parts, *, detach: bool = False) -> 
         return tensor.detach() if detach and tensor.requires_grad else tensor
 
     output = map_leaves(finish, output)
-    if live.recovery is not None and parts.autocast.dtype is not None and (holder := _rounded(output)) is not None:
-        raise TypeError(f"the model returned 16-bit tensors inside a {type(holder).__name__}, where they cannot be cast")
+    recovery = live.recovery
+    if recovery is not None and parts.autocast.dtype is not None and not recovery.has_proven(live):
+        for holder in _rounded(output):
+            own = vars(holder)
+            own.update({name: as_float32(value) for name, value in own.items() if isinstance(value, Tensor)})
+            recovery.take_back(["precision"], f"the model returns 16-bit tensors inside a {type(holder).__name__}")
     return output
 
 
-def _rounded(value: Any, depth: int = 5, inside: Any = None) -> Any:
-    """The object of the user's, such as a distribution, that holds 16-bit tensors, which no map has reached."""
-    if isinstance(value, Tensor):
-        return inside if value.dtype in _SIXTEEN_BITS else None
+def _rounded(value: Any, depth: int = 4) -> Iterator[Any]:
+    """The objects of the user's, such as distributions, that have 16-bit tensors for attributes, which no map has reached.
+
+    Those that they keep in containers are more likely their own: a cache that the next call is given.
+    """
     items: Iterable[Any] = ()
     if isinstance(value, tuple | list | Mapping):
         items = value.values() if isinstance(value, Mapping) else value
-    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
-        items, inside = vars(value).values(), value if inside is None else inside
-    first = islice(items, 100 if depth else 0)  # it may lead to a whole data set
-    return next((found for item in first if (found := _rounded(item, depth - 1, inside)) is not None), None)
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor | type | nn.Module):
+        items = [item for item in vars(value).values() if not isinstance(item, tuple | list | Mapping)]
+        if any(isinstance(item, Tensor) and item.dtype in _SIXTEEN_BITS for item in items):
+            yield value
+    if depth:
+        for item in islice(items, 100):  # it may lead to a whole data set
+            yield from _rounded(item, depth - 1)
 
 
 def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

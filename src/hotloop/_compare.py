@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -183,7 +184,8 @@ def _build_twice(make: Callable[[], Any]) -> tuple[Made, Made]:
             "parameters, and two loops cannot train them; build new ones inside of make()"
         )
     if first[2] is second[2] and isinstance(first[2], nn.Module):  # it may count, or average
-        second = *second[:2], copy.deepcopy(second[2])
+        with suppress(Exception):  # one that cannot be copied is shared, as in the user's own loops
+            second = *second[:2], copy.deepcopy(second[2])
     theirs = dict(_state(second))
     for name, ours in _state(first):
         if not is_lazy(ours) and not _are_equal(ours, theirs.get(name)):

@@ -22,6 +22,12 @@ class Kept(NamedTuple):
     name: str
     tensors: list[Tensor]
     label: str
+    was_16_bit: bool = False  # before a run as well, as one that the user has made so
+
+
+def is_16_bit(tensor: Tensor) -> bool:
+    """Whether its numbers are rounded to 16 bits."""
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def held_tensors(parts: Sequence[nn.Module]) -> Iterator[Kept]:
@@ -92,7 +98,7 @@ def address(tensor: Tensor) -> int:
 def _inside(value: Any) -> Callable[[], None] | None:
     """What gives a dictionary, a set or an array its contents of now. To a list only the user knows what is added."""
     if isinstance(value, dict | set) and len(value) <= _MOST:
-        held: Any = value.copy()
+        held: Any = dict(value) if isinstance(value, dict) else set(value)
 
         def put_items() -> None:
             value.clear()
@@ -110,6 +116,22 @@ def _inside(value: Any) -> Callable[[], None] | None:
     return None
 
 
+def replaced(value: Any, kept: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with these of its tensors changed; lists and dictionaries stay what they are, since others may hold them."""
+    if isinstance(value, Tensor):
+        return change(value) if any(value is tensor for tensor in kept) else value
+    if isinstance(value, list | dict):
+        for key in range(len(value)) if isinstance(value, list) else list(value):
+            if (new := replaced(value[key], kept, change)) is not value[key]:
+                value[key] = new
+        return value
+    if isinstance(value, tuple):
+        items = [replaced(item, kept, change) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 def copies(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Each with a copy of its value."""
     with torch.no_grad():
@@ -121,9 +143,12 @@ def put_back(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     for tensor, value in values:
         if tensor.shape != value.shape:  # a run has resized it, as one that takes its size from the first batch
             tensor.data = value.clone()
-        elif not _is_expanded(tensor):  # torch writes to none such
+        elif not _is_same(tensor, value):  # nobody writes to expanded tensors, nor to a read-only map of a file
             tensor.data.copy_(value)  # its version stays: the run that worked may have saved it for its backward
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and any(n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    try:
+        return torch.equal(one, other)
+    except (RuntimeError, NotImplementedError):  # a layout, or a dtype, that cannot be compared
+        return False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -34,3 +36,11 @@ def kept_from_dynamo(function: F) -> F:
     call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     del call.__wrapped__  # dynamo would follow it
     return call  # type: ignore[return-value]
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """A region in which compiled code runs as it was written, where dynamo is in use and not at work around it."""
+    if "torch._dynamo" not in sys.modules or _callback() not in (None, False):
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

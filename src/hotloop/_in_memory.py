@@ -125,7 +125,8 @@ class _WholeBatches(Iterator[Any]):
             return None  # an index that counts from the end; or the dataset says itself what is wrong
 
     def _index(self, items: list[Any]) -> Tensor | None:
-        if {*map(type, items)} != {int} and not all(map(_is_number, items)):
+        kinds = {*map(type, items)}
+        if bool in kinds or (any(issubclass(kind, Tensor) for kind in kinds) and not all(map(_is_number, items))):
             return None
         try:
             numbers = array("q", items)  # takes integers alone, and is five times faster to fill than a tensor
@@ -139,10 +140,8 @@ class _WholeBatches(Iterator[Any]):
 
 
 def _is_number(item: Any) -> bool:
-    """Not what numbers a row and keeps a dimension of it: a boolean, a tensor of one element."""
-    if isinstance(item, Tensor):
-        return item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8)
-    return not isinstance(item, bool)
+    """Not what numbers a row and keeps a dimension of it: a tensor of one element, or of booleans."""
+    return not isinstance(item, Tensor) or (item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8))
 
 
 def _no_index(items: list[Any]) -> None:

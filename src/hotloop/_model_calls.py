@@ -40,6 +40,9 @@ class Region:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
 
 
+_NUMBERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # others cannot be joined
+
+
 class ModelCall(Detour):
     """The call of a plain model as that of a wrapped one, and of a wrapped one in the precision asked for.
 
@@ -68,6 +71,7 @@ class ModelCall(Detour):
 
     def renew(self) -> None:
         self._casts_of: list[nn.Parameter] = []
+        self._placed: list[nn.Parameter] = []
         self._places: list[int] = []
         self._first: list[Tensor] = []
         self._seen: Any = None
@@ -116,13 +120,13 @@ class ModelCall(Detour):
         # with them.
         if not self._casts_of:
             self._casts_of = [p for p in self.module.parameters() if not (p.is_inference() or is_lazy(p))]
-        places = [address(p) for p in self._casts_of]
+            self._placed = [p for p in self._casts_of if address(p)]
+        places = [p.data_ptr() for p in self._placed]
         if places != self._places:
             self._places = places
+            numbers = [p for p in self._placed if p.device.type == "cpu" and p.dtype in _NUMBERS and p.is_contiguous()]
             with torch.no_grad():
-                self._first = [
-                    p.view(-1)[:1] for p in self._casts_of if p.device.type == "cpu" and address(p) and p.is_contiguous()
-                ]
+                self._first = [p.view(-1)[:1] for p in numbers[:: len(numbers) // 16 + 1]]
         # What is written past the version counter (`.data`, NumPy) shows in a first number, which a CPU need not be waited for.
         first = torch.cat(self._first).tolist() if self._first else []
         now = [torch.is_grad_enabled(), *(p._version for p in self._casts_of), *places, *first]
@@ -147,9 +151,9 @@ _layouts: Any = WeakIdKeyDictionary()
 class _LaidOut:
     """The calls of a plain model in channels_last, until one of them fails in it, or shows that the body might."""
 
-    def __init__(self, live: Live, layout: _Layout) -> None:
+    def __init__(self, live: Live, parts: Sequence[nn.Module], layout: _Layout) -> None:
         decision = layout.plan[memory_format.NAME]
-        self._layout = layout
+        self._parts, self._layout = parts, layout
         self._live = Live(decision.apply(live.parts), inference=live.inference, exact=live.exact)
         self._live.plan = layout.plan
         self._recovery = Recovery([self._live], [(decision, "off")], layout.proven)
@@ -157,8 +161,9 @@ class _LaidOut:
         self._proven = False
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is of this kind: its images are large enough."""
-        return any(tensor.numel() >= self._layout.least for tensor in leaves((args, kwargs)))
+        """Whether a call is of this kind: its images are large enough, and no hook is given one."""
+        images = any(tensor.numel() >= self._layout.least for tensor in leaves((args, kwargs)))
+        return images and not any(part._forward_pre_hooks for part in self._parts)
 
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = partial(call, run, self._live, args, kwargs)
@@ -168,7 +173,7 @@ class _LaidOut:
             result = self._recovery.attempt(self._live, attempt, (args, kwargs))
             # Cells are dictionaries of the modules, which may hold the model: it would never be freed.
             self._layout.proven.update({mode: found for mode, found in self._recovery.proven.items() if not found.cells})
-            self._proven = True
+            self._proven = bool(self._recovery.proven)
             return result
 
 
@@ -185,7 +190,7 @@ def _laid_out(live: Live, parts: Sequence[nn.Module], dtype: torch.dtype | None)
         facts = Facts(machine(device), found, device=device)
         plan = Plan([memory_format.decide(facts, "auto")])
         layout = _layouts[module] = _Layout(decided_for, plan, memory_format.least(facts), {})
-    return _LaidOut(live, layout) if layout.plan[memory_format.NAME].choice == "on" else None
+    return _LaidOut(live, parts, layout) if layout.plan[memory_format.NAME].choice == "on" else None
 
 
 def _parameters(parts: Sequence[nn.Module]) -> Iterator[nn.Parameter]:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from hotloop._call import as_float32
-from hotloop._contents import Kept
+from hotloop._contents import Kept, is_16_bit, replaced
 from hotloop._detours import is_compiled
 from hotloop._device import is_capturing
-from hotloop._map_watch import MapWatch
+from hotloop._dynamo import run_eagerly
+from hotloop._map_watch import MapWatch, is_map
 from hotloop._parts import Live, backward_task
 from hotloop._plan import Decision, revert
 from hotloop._traces import Proven, Snapshot
-from hotloop._tree import map_leaves
 
 T = TypeVar("T")
 
 # After these the device has no memory left, or takes no more work: a second run could only hide the first one's error.
 _FINAL = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+# What torch and other code raise when they are given a dtype or a layout that they cannot work with. Exceptions of the user's own
+# may end a forward early, on purpose, unless they speak of one.
+_KINDS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError, ArithmeticError)
+_WORDS = ("float16", "BFloat16", "Half", "contiguous", "channels_last")
 _PRECISION, _LAYOUT = "precision", "channels_last"
+_LOOKS = 50  # calls of a mode, at most, until one has shown what it does to maps
 
 
 class Recovery:
@@ -48,6 +52,7 @@ class Recovery:
         self._choices = choices  # with what holds in its place
         self._running: set[int] = set()  # threads
         self._taking_back = threading.RLock()
+        self._looks: dict[tuple[int, bool], int] = {}
         self.proven = dict(proven or {})  # by the place of a model and its mode, once that has run
 
     def copy(self, live: Live) -> Recovery:
@@ -61,7 +66,7 @@ class Recovery:
         if self.is_attempting() or backward_task() != -1 or is_capturing():
             return run()
         choices = self._choices
-        mode = (self._lives.index(live), live.parts.model.training)
+        mode = self._mode(live)
         proven = self.proven.get(mode)
         saved = Snapshot(live, proven, given)
         thread = threading.get_ident()
@@ -69,14 +74,19 @@ class Recovery:
         try:
             if proven is not None:
                 return run()
-            with self._watch(live.parts.model):
+            with self._watch(live) as watch:
                 result = run()
-            self.proven[mode] = saved.proven()
+            self._looks[mode] = self._looks.get(mode, 0) + 1
+            # A call whose images were too small to be laid out, or that a hook kept from it, tells nothing of those to come.
+            if watch is None or watch.has_met_maps or self._looks[mode] == _LOOKS:
+                self.proven[mode] = saved.proven()
             self._leave(saved.kept())
             return result
         except _FINAL:
             raise
         except Exception as error:
+            if not _is_complaint(error):
+                raise
             clear_frames(error.__traceback__)  # what the failed run has computed is in the way of the next one
             with self._taking_back:
                 # Where another thread has taken one back meanwhile: first with what is left.
@@ -116,23 +126,36 @@ class Recovery:
         finally:
             del error, first  # their tracebacks hold this frame, and with it the batch and its graph
 
-    def _watch(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Looks on at a first run, for what goes wrong without a word. Dynamo would compile the onlooker too."""
-        return MapWatch() if _LAYOUT in self.names and not any(map(is_compiled, model.modules())) else nullcontext()
+    @contextmanager
+    def _watch(self, live: Live) -> Iterator[MapWatch | None]:
+        """Looks on at a first run, for what goes wrong without a word."""
+        if _LAYOUT not in self.names or live.parts.forward is not None or any(map(is_compiled, live.parts.model.modules())):
+            yield None
+            return
+        # Dynamo would compile the onlooker into functions of the model's, and compile them once more without it.
+        with run_eagerly(), MapWatch() as watch:
+            yield watch
 
     def _leave(self, kept: list[Kept]) -> None:
         """Give the tensors that a model has kept, for code outside, the layout and the dtype that they have in the plain model."""
-        maps = [(there, t) for there in kept for t in there.tensors if t.dim() == 4 and not t.is_contiguous()]
+        maps = [(there, t) for there in kept for t in there.tensors if is_map(t)]
         if maps and _LAYOUT in self.names:
             for _, tensor in maps:
                 with torch.inference_mode(tensor.is_inference()):
                     tensor.data = tensor.data.contiguous()
             self.take_back([_LAYOUT], f"the model keeps feature maps ({maps[0][0].label}), which a loop may view")
-        rounded = [there for there in kept if any(as_float32(t) is not t for t in there.tensors)]
+        rounded = [there for there in kept if not there.was_16_bit and any(map(is_16_bit, there.tensors))]
         if rounded and _PRECISION in self.names:
             for there in rounded:
-                there.holder[there.name] = map_leaves(as_float32, there.holder[there.name])
+                there.holder[there.name] = replaced(there.holder[there.name], there.tensors, as_float32)
             self.take_back([_PRECISION], f"the model keeps 16-bit tensors ({rounded[0].label}), which a loop may work with")
+
+    def has_proven(self, live: Live) -> bool:
+        """Whether the model has run in its mode."""
+        return self._mode(live) in self.proven
+
+    def _mode(self, live: Live) -> tuple[int, bool]:
+        return self._lives.index(live), live.parts.model.training
 
     def is_attempting(self) -> bool:
         """Whether this thread is inside a call that is repeated if it fails."""
@@ -160,3 +183,7 @@ class Recovery:
             live.taken_back += [decision.name for decision, _ in dropped]
             if not self._choices:
                 live.recovery = None
+
+
+def _is_complaint(error: Exception) -> bool:
+    return isinstance(error, _KINDS) or any(word in str(error) for word in _WORDS)

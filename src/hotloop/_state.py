@@ -78,6 +78,8 @@ def of(memory: Memory) -> dict[str, Any]:
 def load(memory: Memory, state: dict[str, Any]) -> None:
     """Take over a state; one that does not fit raises, with everything as it was."""
     parameters = memory.parameters()
+    if isinstance(state, dict) and isinstance(state.get("window"), dict):  # one of before these were kept lacks them
+        state = {**state, "window": {**state["window"], "steps": state["window"].get("steps", [])}}
     check(state, of(memory), parameters, memory.schedulers, memory.may_take_back)
     saved, window = state["window"], memory.window
     gradients = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hotloop._contents import OF_EVERY_MODULE, Contents, Kept, copies, held_tensors, put_back
+from hotloop._contents import OF_EVERY_MODULE, Contents, Kept, copies, held_tensors, is_16_bit, put_back
 from hotloop._parts import Live
 from hotloop._tree import leaves
 
@@ -75,7 +75,7 @@ class Snapshot:
             buffers = [b for part in self._parts for b in part._buffers.values() if b is not None and _has_values(b)]
             # Other devices get a copy in each run. A leaf that wants gradients is written to by none.
             buffers += [t for t in leaves(given) if t.device == self._device and not t.requires_grad and _has_values(t)]
-            buffers = [b for b in buffers if b.nbytes <= _LARGEST]
+            buffers = [b for b in buffers if b.layout is torch.strided and not b.is_nested and b.nbytes <= _LARGEST]
             self._contents = Contents(self._parts, self._held, buffers)
         else:
             cells = [(kept, name) for kept, name in proven.cells if name in kept]
@@ -109,8 +109,12 @@ class Snapshot:
     def kept(self) -> list[Kept]:
         """After a first run that was fine: the tensors that modules have kept of it."""
         known = {id(tensor) for there in self._held for tensor in there.tensors}
-        now = [there._replace(tensors=[t for t in there.tensors if id(t) not in known]) for there in held_tensors(self._parts)]
-        return [there for there in now if there.tensors]
+        small = {(id(there.holder), there.name) for there in self._held if any(map(is_16_bit, there.tensors))}
+        found = []
+        for there in held_tensors(self._parts):
+            if new := [tensor for tensor in there.tensors if id(tensor) not in known]:
+                found += [there._replace(tensors=new, was_16_bit=(id(there.holder), there.name) in small)]
+        return found
 
     def failed(self) -> None:
         """The first run has raised."""

@@ -237,7 +237,9 @@ def leaves(value: Any, _seen: set[int] | None = None, *, within_objects: bool = 
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         children = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
     elif within_objects and has_to(value):
-        children = getattr(value, "__dict__", {}).values()
+        # Its long lists hold texts or numbers; a tensor is an attribute, or among a few.
+        own = getattr(value, "__dict__", {}).values()
+        children = [item for item in own if not isinstance(item, list | tuple) or len(item) <= 100]
     else:
         return
     for child in children:

@@ -203,9 +203,14 @@ def methods(names: Any, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     for name in names:
         if not any(callable(getattr(module, name, None)) for module in modules):
             raise ValueError(f"optimize(..., methods=({name!r},)): the model has no method of this name; name one that it has")
-        for module in modules:
+        having = [module for module in modules if getattr(module, name, None) is not None]
+        for module in [module for module in having if _is_method(getattr(module, name), module)] or having:
             _check_method(name, module)
     return tuple(names)
+
+
+def _is_method(value: Any, module: nn.Module) -> bool:
+    return isinstance(value, MethodType) and value.__self__ is module
 
 
 def _check_method(name: str, module: nn.Module) -> None:
@@ -217,7 +222,7 @@ def _check_method(name: str, module: nn.Module) -> None:
             f"{call}: {name} is a generator or an async function, whose body runs when the call is over; write it as a function "
             "outside of the model, over calls of the wrapped model, and leave it out of methods"
         )
-    if value is not None and not (isinstance(value, MethodType) and value.__self__ is module):
+    if not _is_method(value, module):
         kinds = {staticmethod: "static method", classmethod: "class method"}
         kind = kinds.get(type(inspect.getattr_static(type(module), name, None)), type(value).__name__)
         raise ValueError(

@@ -26,8 +26,9 @@ class WriteBack:
             if isinstance(copy, MutableMapping):
                 self._write_items(own, copy, known)
             elif len(copy) != len(known) or any(map(is_not, copy, known)):
+                added = list(own)[len(known) :]  # by others meanwhile
                 own.clear()
-                own.extend(map(self._original, copy))
+                own.extend([*map(self._original, copy), *added])
                 known[:] = copy
 
     def _write_items(self, own: Any, copy: Any, known: Any) -> None:

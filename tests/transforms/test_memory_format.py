@@ -570,3 +570,63 @@ def test_compiled_parts_of_a_model_stay_compiled():
     step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False).step
     assert step(*images(1)[0]).updated
     assert step.plan["channels_last"].choice == "on"
+
+
+@pytest.mark.parametrize("before", ["small images", "a hook"])
+def test_a_first_call_that_was_not_laid_out_tells_nothing_of_the_next(before):
+    write, (x, y) = REACHING["scatter_ into flatten"], images(1)[0]
+    raw = Writes(write)
+    raw.padding = nn.Linear(8, 8 * 300)  # so many weights that few pixels are not worth their layout
+    expected = CE(copy.deepcopy(raw)(x), y).item()
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False)
+    if before == "a hook":
+        handle = raw.body[0].register_forward_hook(lambda module, args, output: None)
+        model(x)
+        handle.remove()
+    else:
+        model(x[:1, :, :4, :4])
+    assert step.plan["channels_last"].choice == "on"
+    assert step(x, y)["loss"] == pytest.approx(expected, rel=1e-4)
+    assert step.plan["channels_last"].choice == "off"
+
+
+def test_a_model_whose_images_stay_small_is_looked_at_for_a_while_alone():
+    raw = Writes(HARMLESS["flatten"])
+    raw.padding = nn.Linear(800, 800)
+    model, step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False)
+    for _ in range(60):
+        assert not step._live.recovery.proven or _ >= 50
+        model.eval()(images(1)[0][0][:1])
+    assert step._live.recovery.proven
+
+
+def test_a_pre_hook_of_a_plain_model_sees_images_as_they_are():
+    raw, seen = Keeps().eval(), []
+    raw.body[3].register_forward_pre_hook(lambda module, args: seen.append(args[0].view(4, -1).shape))
+    fast_eval(lambda model: model(images(1)[0][0]))(raw)
+    assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("dynamo_is_at_work")
+def test_compiled_functions_of_a_model_are_compiled_once():
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    @torch.compile(backend=backend)
+    def spread(h):
+        return torch.relu(h) * 2
+
+    class Compiled(Keeps):
+        def forward(self, x):
+            return self.head(spread(self.body(x)).mean((2, 3)))
+
+    raw = Compiled()
+    step = optimize(raw, SGD(raw.parameters(), 0.1), CE, precision="fp32", device="cpu", cudnn_benchmark=False).step
+    for x, y in images(3):
+        step(x, y)
+    assert step.plan["channels_last"].choice == "on"
+    assert len(graphs) == 1
