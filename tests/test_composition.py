@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader
 
 from hotloop import _facts, fast_eval, optimize
+from hotloop._dynamo import run_eagerly
 from hotloop._tree import leaves
 
 pytestmark = [
@@ -490,3 +492,31 @@ def test_batch_norm_statistics_of_an_average_can_be_computed():
     update_bn(DataLoader(X, batch_size=5), average)
     assert not torch.equal(average.module[1].running_mean, before)
     assert torch.equal(raw[1].running_mean, torch.zeros(3))
+
+
+def test_regions_that_run_eagerly_may_overlap_in_threads():
+    """The first one to begin is the first one to end; what holds for the process is then as before."""
+    graphs, first, second = [], run_eagerly(), run_eagerly()
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    @torch.compile(backend=backend)
+    def double(x):
+        return x * 2
+
+    def enter_and_leave(*calls):
+        for call in calls:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+    enter_and_leave(first.__enter__, second.__enter__)
+    double(X)
+    enter_and_leave(lambda: first.__exit__(None, None, None))
+    double(X)
+    assert graphs == []
+    enter_and_leave(lambda: second.__exit__(None, None, None))
+    double(X)
+    assert len(graphs) == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -38,9 +39,26 @@ def kept_from_dynamo(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def run_eagerly() -> AbstractContextManager[Any]:
-    """A region in which compiled code runs as it was written, where dynamo is in use and not at work around it."""
-    if "torch._dynamo" not in sys.modules or _callback() not in (None, False):
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+_lock = threading.Lock()
+_eager: list[Any] = []  # the regions that are open, each as the stance that the first one has set
+
+
+@contextmanager
+def run_eagerly(*, also_new_code: bool = False) -> Iterator[None]:
+    """A region in which compiled code runs as it was written, where dynamo is in use and not at work around it.
+
+    With `also_new_code` in any case. The stance is one for the whole process: of regions that overlap in several threads the
+    first one sets it, and the last one puts back what there was.
+    """
+    if not also_new_code and ("torch._dynamo" not in sys.modules or _callback() not in (None, False)):
+        yield
+        return
+    with _lock:
+        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _lock:
+            stance = _eager.pop()
+            if not _eager:
+                stance.__exit__(None, None, None)

@@ -16,6 +16,7 @@ import torch
 
 from hotloop import _waits as rules
 from hotloop._device import accelerator
+from hotloop._dynamo import run_eagerly
 from hotloop._means import Means
 from hotloop._metrics import Metrics
 from hotloop._reading import Reading, read_all, read_numbers
@@ -82,7 +83,7 @@ def find_syncs() -> Iterator[Syncs]:
     unseen = _Unseen(watch)
     with ExitStack() as stack:
         # Code that is first compiled under a dispatch mode is marked as not to be compiled, for ever.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(run_eagerly(also_new_code=True))
         for owner in _synchronizing():
             stack.enter_context(_replaced(owner, "synchronize", unseen.synchronize))
         for owner, name in ((torch, "save"), (pickle, "dump"), (pickle, "dumps")):
