@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -545,3 +546,18 @@ def test_what_cannot_be_written_to_is_not_put_back(place, kind, tmp_path):
     assert model.eval()(X, *given).shape == (8, 2)
     assert step.plan["precision"].choice == "fp32"
     assert "index_add_" in step.plan["precision"].why
+
+
+def test_a_generator_that_has_no_state_is_no_obstacle():
+    """Numbers of the operating system cannot be drawn again."""
+
+    class Draws(Net):
+        def prepare(self):
+            self.kept = random.SystemRandom()
+
+        def act(self, x, h):
+            self.kept.random()
+
+    _, step = made(Draws())
+    assert step(X, Y).updated
+    assert step.plan["precision"].choice == "fp32"

@@ -16,7 +16,7 @@ MOST_LINES = 250
 # From the bottom. A module imports only modules of lower layers; a transform never imports another one.
 LAYERS = [
     # plain data, and tools that know nothing of the rest
-    "_device",
+    "_device _tensors _random_states",
     "_processes",
     "_tree _exchange _median _backward _dynamo _reading _modes _window _scaling _state_check _forms",
     "_arguments _losses _hints _map_watch _contents _decorated _detours _folded_weights _pairs _found_models _shares _write_back",

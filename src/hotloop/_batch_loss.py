@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hotloop import _forms as forms
 from hotloop import _hints as hints
-from hotloop._call import as_float32, call, explain_devices
+from hotloop._call import call, explain_devices
 from hotloop._device import autocasts
 from hotloop._parts import Live
+from hotloop._tensors import as_float32
 from hotloop._tree import leaves, map_leaves, move, move_call
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hotloop._device import autocasts
 from hotloop._parts import Live, Parts
+from hotloop._tensors import SIXTEEN_BITS, as_float32, is_16_bit
 from hotloop._tree import leaves, map_leaves, move_call
 
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
@@ -129,7 +129,7 @@ def finished(output: Any, live: Live, parts: Parts, *, detach: bool = False) -> 
     """The output as a call returns it: 16-bit floating tensors in float32, and detached on demand."""
     for look in parts.on_outputs:
         output = look(output)
-    if type(output) is Tensor and output.dtype not in _SIXTEEN_BITS and not (detach and output.requires_grad):
+    if type(output) is Tensor and output.dtype not in SIXTEEN_BITS and not (detach and output.requires_grad):
         return output
     cast = _casts(live, parts)
 
@@ -157,7 +157,7 @@ def _rounded(value: Any, depth: int = 4) -> Iterator[Any]:
         items = value.values() if isinstance(value, Mapping) else value
     elif hasattr(value, "__dict__") and not isinstance(value, Tensor | type | nn.Module):
         items = [item for item in vars(value).values() if not isinstance(item, tuple | list | Mapping)]
-        if any(isinstance(item, Tensor) and item.dtype in _SIXTEEN_BITS for item in items):
+        if any(isinstance(item, Tensor) and is_16_bit(item) for item in items):
             yield value
     if depth:
         for item in islice(items, 100):  # it may lead to a whole data set
@@ -180,11 +180,6 @@ def _traceable(run: Any, live: Live, args: tuple[Any, ...], kwargs: dict[str, An
 def _casts(live: Live, parts: Parts) -> bool:
     # With exact=True a model whose own parameters are 16-bit gives what it gives: only our autocast is undone.
     return not live.exact or parts.autocast.dtype is not None
-
-
-def as_float32(tensor: Tensor) -> Tensor:
-    """A 16-bit tensor in float32, any other as it is."""
-    return tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

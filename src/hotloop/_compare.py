@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hotloop._arguments import misfit_of
 from hotloop._comparison import Comparison
 from hotloop._loops import Loop, RandomState, plain_step, seed
 from hotloop._optimize import optimize
@@ -155,14 +155,11 @@ def _cycle(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _called(function: Callable[[], Any], name: str) -> Any:
-    try:
-        inspect.signature(function).bind()
-    except ValueError:  # nothing is known of some callables
-        pass
-    except TypeError as error:
+    if misfit := misfit_of(function):
         raise TypeError(
-            f"compare(make, batches): {name}() is called without arguments, which does not fit: {error}; give it defaults, or pass a lambda"
-        ) from error
+            f"compare(make, batches): {name}() is called without arguments, which does not fit: {misfit}; give it defaults, or "
+            "pass a lambda"
+        )
     return function()
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hotloop._tensors import address
+from hotloop._tree import rebuilt_tuple
+
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST = 1000  # items of a container, or kilobytes of an array: there may be a whole data set in one
 
@@ -23,11 +26,6 @@ class Kept(NamedTuple):
     tensors: list[Tensor]
     label: str
     was_16_bit: bool = False  # before a run as well, as one that the user has made so
-
-
-def is_16_bit(tensor: Tensor) -> bool:
-    """Whether its numbers are rounded to 16 bits."""
-    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def held_tensors(parts: Sequence[nn.Module]) -> Iterator[Kept]:
@@ -87,14 +85,6 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, address(tensor)
 
 
-def address(tensor: Tensor) -> int:
-    """Where its memory begins, 0 where it has none of its own."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, a subclass around others, a device that does not tell
-        return 0
-
-
 def _inside(value: Any) -> Callable[[], None] | None:
     """What gives a dictionary, a set or an array its contents of now. To a list only the user knows what is added."""
     if isinstance(value, dict | set) and len(value) <= _MOST:
@@ -126,9 +116,7 @@ def replaced(value: Any, kept: Sequence[Tensor], change: Callable[[Tensor], Tens
                 value[key] = new
         return value
     if isinstance(value, tuple):
-        items = [replaced(item, kept, change) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return rebuilt_tuple(value, [replaced(item, kept, change) for item in value])
     return value
 
 

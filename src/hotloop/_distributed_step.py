@@ -15,6 +15,7 @@ from hotloop._exchange import Exchange
 from hotloop._given import Given
 from hotloop._metrics import Metrics
 from hotloop._processes import everyone, explain_lost, summed
+from hotloop._scaling import make_ready
 from hotloop._step import Step
 
 
@@ -108,7 +109,7 @@ class DistributedStep(Step):
     def _meet(self, rescale: bool) -> bool:
         window = self._window
         self._exchange.end()
-        self.scaler.scale(torch.zeros((), device=self._live.parts.device))  # it makes its scale when it is first used
+        make_ready(self.scaler, self._live.parts.device)
         while True:
             kept = self._set_aside()
             self._exchange.meet(window.weight)

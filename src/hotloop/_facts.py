@@ -15,6 +15,7 @@ from hotloop._device import accelerator
 from hotloop._given import given
 from hotloop._optimizer_traits import OptimizerTraits
 from hotloop._processes import World
+from hotloop._tensors import is_channels_last
 
 _CONVOLUTIONS = {
     nn.Conv1d: 1,
@@ -142,7 +143,7 @@ def traits(modules: Sequence[nn.Module]) -> Traits:
         batch_norm=any(isinstance(part, nn.BatchNorm2d) for part in parts),
         instance_norm=any(isinstance(part, nn.InstanceNorm2d) for part in parts),
         strided_pointwise=any(_is_strided_pointwise(part) for part in parts if isinstance(part, nn.Conv2d)),
-        channels_last=any(_is_channels_last(p) for p in known),
+        channels_last=any(is_channels_last(p) for p in known),
         five_dimensional=any(p.dim() == 5 for p in known),
         convolutions=frozenset(n for part in parts for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)),
         lstm=any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts),
@@ -196,12 +197,6 @@ def _leaves_no_map(part: nn.Module) -> bool:
     if isinstance(part, nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d):
         return part.output_size in (1, (1, 1))
     return isinstance(part, nn.Flatten | nn.Linear)
-
-
-def _is_channels_last(parameter: torch.Tensor) -> bool:
-    if parameter.dim() != 4:
-        return False
-    return parameter.is_contiguous(memory_format=torch.channels_last) and not parameter.is_contiguous()
 
 
 def _is_wide(parameter: torch.Tensor, features: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop._device import autocasts
+from hotloop._tensors import is_channels_last
 
 # In elements of a feature map, of which a BatchNorm takes some five in a nanosecond: what a folded call takes besides the
 # convolution, so that smaller feature maps are not worth it; and what it takes to fold a pair besides its weights.
@@ -67,7 +68,7 @@ class Fold:
             return None
         self._made_from = (weight._version, weight.data_ptr())
         made = self._fold(autocast, *self.tensors[:-1])
-        if x.dim() == 4 and x.is_contiguous(memory_format=_LAYOUT) and not x.is_contiguous():
+        if is_channels_last(x):
             made = made[0].contiguous(memory_format=_LAYOUT), made[1]  # or the kernel does it in every call
         self._made[autocast] = made
         return made

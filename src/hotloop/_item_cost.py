@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hotloop._random_states import State, global_states, random_state
 from hotloop._tree import leaves
 
 try:
@@ -22,8 +21,6 @@ except ImportError:  # Windows
 
 _MOST_ITEMS = 4  # in each of the two measurements
 _BUDGET = 0.025  # seconds, after which neither of them starts another item
-
-_State = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read it and how to put it back
 
 
 @dataclass(frozen=True)
@@ -114,9 +111,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _random_states_kept(generators: Sequence[Any]) -> Iterator[None]:
-    states: list[_State] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-    if numpy := sys.modules.get("numpy"):
-        states.append((numpy.random.get_state, numpy.random.set_state))
+    states: list[State] = [(torch.get_rng_state, torch.set_rng_state), *global_states()]
     states += filter(None, map(random_state, generators))
     before = [read() for read, _ in states]
     try:
@@ -124,18 +119,3 @@ def _random_states_kept(generators: Sequence[Any]) -> Iterator[None]:
     finally:
         for (_, put_back), was in zip(states, before, strict=True):
             put_back(was)
-
-
-def random_state(thing: Any) -> _State | None:
-    """The state of a random generator of torch, of Python or of NumPy; None for anything else."""
-    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):  # which has no state
-        return thing.getstate, thing.setstate
-    if isinstance(thing, torch.Generator):
-        return thing.get_state, thing.set_state
-    if type(thing).__module__.startswith("numpy.random"):
-        if hasattr(thing, "bit_generator"):
-            bits = thing.bit_generator
-            return lambda: bits.state, lambda was: setattr(bits, "state", was)
-        if hasattr(thing, "get_state"):
-            return thing.get_state, thing.set_state
-    return None

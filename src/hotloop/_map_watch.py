@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from hotloop._tensors import is_channels_last
 
 _RESHAPING = frozenset({"flatten", "reshape", "reshape_as", "ravel", "unflatten", "contiguous"})
 _BY_OPERATOR = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -24,9 +25,8 @@ class MapWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.has_met_maps = False
-        self._reshaped: dict[
-            int, Tensor
-        ] = {}  # what shares its memory with a map where it would not, or does not where it would
+        # What shares its memory with a map where it would not, or does not where it would.
+        self._reshaped: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,13 +34,13 @@ class MapWatch(TorchFunctionMode):
         if first is None:
             return func(*args, **kwargs)
         name = func.__name__
-        if name == "as_strided" and is_map(first):
+        if name == "as_strided" and is_channels_last(first):
             raise RuntimeError("as_strided of a feature map goes by the order of memory, which is another in channels_last")
         if id(first) in self._reshaped and _writes(name, kwargs):
             raise RuntimeError(
                 f"{name} writes to a reshaped feature map: whether that reaches the map depends on the order of its memory"
             )
-        self.has_met_maps = self.has_met_maps or is_map(first)
+        self.has_met_maps = self.has_met_maps or is_channels_last(first)
         result = func(*args, **kwargs)
         if type(result) is Tensor and self._tells_apart(name, first, result):
             self._reshaped[id(result)] = result
@@ -52,21 +52,14 @@ class MapWatch(TorchFunctionMode):
             return _share_memory(first, result)
         if name not in _RESHAPING:
             return False
-        if is_map(first):
+        if is_channels_last(first):
             return not _share_memory(first, result)
         return _is_permuted_map(first) and _share_memory(first, result)
 
 
-def is_map(tensor: Tensor) -> bool:
-    """Whether its channels lie beside each other, and not the pixels."""
-    if tensor.layout is not torch.strided or tensor.dim() != 4 or tensor.is_contiguous():
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 def _is_permuted_map(tensor: Tensor) -> bool:
     base = tensor._base
-    return base is not None and is_map(base) and tensor.is_contiguous() and tensor.numel() == base.numel()
+    return base is not None and is_channels_last(base) and tensor.is_contiguous() and tensor.numel() == base.numel()
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

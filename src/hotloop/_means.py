@@ -26,7 +26,7 @@ class Means:
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[list[str], Reading, float]] = []  # without a verdict by now
+        self._open: list[_Step] = []  # without a verdict by now
         self._host: dict[str, list[Any]] = {}  # name -> [weighted sum, weight]
         self._device: dict[Any, Tensor] = {}  # layout -> weighted sums of its words, and the weight
         self._waiting: list[tuple[_Step, _Step]] = []  # each with the step that closed its window

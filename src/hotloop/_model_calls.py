@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hotloop._call import body, call, finished, transform_level
-from hotloop._contents import address
 from hotloop._deferred import in_call, settled, silent
 from hotloop._detours import Detour
 from hotloop._device import autocasts
@@ -24,6 +23,7 @@ from hotloop._folding import NORMS
 from hotloop._parts import Live, Parts, lives_within
 from hotloop._plan import Plan
 from hotloop._recovery import Recovery
+from hotloop._tensors import SIXTEEN_BITS, address
 from hotloop._traces import Proven
 from hotloop._tree import leaves
 from hotloop.transforms import memory_format
@@ -62,7 +62,7 @@ class ModelCall(Detour):
         if not wrapped:
             # A model whose own parameters are 16-bit gives what it gives: the next one may be its like.
             dtype = next((p.dtype for p in _parameters(parts) if p.is_floating_point()), None)
-            self._live = Live(Parts(module, device=device), inference="no_grad", exact=dtype in (torch.float16, torch.bfloat16))
+            self._live = Live(Parts(module, device=device), inference="no_grad", exact=dtype in SIXTEEN_BITS)
             self._laid_out = _laid_out(self._live, parts, dtype)
         # Nothing to move without an accelerator: a tiny model takes no longer than looking for it.
         moves = device.type != "cpu" or torch.accelerator.is_available()
@@ -158,7 +158,6 @@ class _LaidOut:
         self._live.plan = layout.plan
         self._recovery = Recovery([self._live], [(decision, "off")], layout.proven)
         self._first = threading.Lock()
-        self._proven = False
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is of this kind: its images are large enough, and no hook is given one."""
@@ -167,13 +166,12 @@ class _LaidOut:
 
     def call(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = partial(call, run, self._live, args, kwargs)
-        if self._proven:
+        if self._recovery.proven:
             return self._recovery.attempt(self._live, attempt, (args, kwargs))
         with self._first:  # of several threads, one finds out for all
             result = self._recovery.attempt(self._live, attempt, (args, kwargs))
             # Cells are dictionaries of the modules, which may hold the model: it would never be freed.
             self._layout.proven.update({mode: found for mode, found in self._recovery.proven.items() if not found.cells})
-            self._proven = bool(self._recovery.proven)
             return result
 
 

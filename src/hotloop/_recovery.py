@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from hotloop._call import as_float32
-from hotloop._contents import Kept, is_16_bit, replaced
+from hotloop._contents import Kept, replaced
 from hotloop._detours import is_compiled
 from hotloop._device import is_capturing
 from hotloop._dynamo import run_eagerly
-from hotloop._map_watch import MapWatch, is_map
+from hotloop._map_watch import MapWatch
 from hotloop._parts import Live, backward_task
 from hotloop._plan import Decision, revert
+from hotloop._tensors import as_float32, is_16_bit, is_channels_last
 from hotloop._traces import Proven, Snapshot
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class Recovery:
 
     def _leave(self, kept: list[Kept]) -> None:
         """Give the tensors that a model has kept, for code outside, the layout and the dtype that they have in the plain model."""
-        maps = [(there, t) for there in kept for t in there.tensors if is_map(t)]
+        maps = [(there, t) for there in kept for t in there.tensors if is_channels_last(t)]
         if maps and _LAYOUT in self.names:
             for _, tensor in maps:
                 with torch.inference_mode(tensor.is_inference()):

@@ -33,6 +33,11 @@ class Scaling:
             self.remember(scaler)
 
 
+def make_ready(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Have the scaler make its scale, as it does at the first loss: a window may be closed before there is one."""
+    scaler.scale(torch.zeros((), device=device))
+
+
 def _tensor(scaler: torch.amp.GradScaler) -> Tensor | None:
     # The scaler makes it when it is first used, and then writes to it in place. A disabled one has none.
     return getattr(scaler, "_scale", None)

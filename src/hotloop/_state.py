@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hotloop._ledger import Ledger
 from hotloop._means import Means
+from hotloop._scaling import make_ready
 from hotloop._state_check import VERSION, check
 from hotloop._window import Window
 
@@ -99,7 +100,8 @@ def load(memory: Memory, state: dict[str, Any]) -> None:
     window.drop()
     for name, gradient in gradients.items():
         parameters[name].grad = gradient
-        memory.scaler.scale(gradient.new_zeros(()))  # it makes its scale at the first use, and `flush` may come before
+    if gradients:
+        make_ready(memory.scaler, next(iter(gradients.values())).device)
     window.count, window.extra = saved["count"], saved["extra"]
     window.weight, window.reference = saved["weight"], saved["reference"]
     window.watch()

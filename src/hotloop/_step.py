@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from hotloop import _forms as forms
 from hotloop._backward import backward
 from hotloop._batch_loss import BatchLoss, Settings
-from hotloop._call import as_float32
 from hotloop._dynamo import kept_from_dynamo
 from hotloop._hints import explain_backward
 from hotloop._metrics import Metrics
@@ -23,6 +22,7 @@ from hotloop._plan import Plan
 from hotloop._progress import Progress
 from hotloop._reading import Reading, snapshot
 from hotloop._scaling import Scaling
+from hotloop._tensors import as_float32
 from hotloop._update import Update
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import pickle
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hotloop._contents import OF_EVERY_MODULE, Contents, Kept, copies, held_tensors, is_16_bit, put_back
+from hotloop._contents import OF_EVERY_MODULE, Contents, Kept, copies, held_tensors, put_back
 from hotloop._parts import Live
+from hotloop._random_states import State, global_states, random_state
+from hotloop._tensors import is_16_bit
 from hotloop._tree import leaves
 
 Cell = tuple[dict[str, Any], str]  # where a module keeps a buffer or an attribute: a dictionary of its own, and the name
-Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # of random numbers: what reads and what sets its state
 
 _NUMBERS = (int, float, bool)
 _LARGEST = 2**26  # bytes of what is copied before a first run: a memory bank may fill half of the device
@@ -35,7 +33,7 @@ class Proven:
     """
 
     cells: list[Cell]
-    sources: list[Source]
+    sources: list[State]
     seen: list[tuple[Cell, int]]  # and the module that they belong to
     unseen: list[Cell]
 
@@ -155,20 +153,11 @@ def _cells(parts: Sequence[nn.Module]) -> Iterator[Cell]:
             yield from ((attributes, name) for name in attributes if name not in OF_EVERY_MODULE)
 
 
-def _sources(parts: Sequence[nn.Module]) -> Iterator[Source]:
-    """The random number generators besides torch's own: Python's, NumPy's if it is in use, and those that modules hold."""
-    yield random.getstate, random.setstate
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        yield numpy.get_state, numpy.set_state
+def _sources(parts: Sequence[nn.Module]) -> Iterator[State]:
+    """The random number generators besides torch's own: those of the process, and those that modules hold."""
+    yield from global_states()
     held = {id(value): value for part in parts for value in vars(part).values()}
-    for value in held.values():
-        if isinstance(value, random.Random):
-            yield value.getstate, value.setstate
-        elif isinstance(value, torch.Generator) or (numpy is not None and isinstance(value, numpy.RandomState)):
-            yield value.get_state, value.set_state
-        elif numpy is not None and isinstance(value, numpy.Generator):
-            yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+    yield from filter(None, map(random_state, held.values()))
 
 
 def _has_values(buffer: Tensor) -> bool:

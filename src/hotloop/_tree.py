@@ -71,7 +71,7 @@ def _map_container(on_tensor: Callable[[Tensor], Any], value: Any, on_object: An
             return _rebuilt_mapping(value, changes, walk)
         return _replaced(value, changes)
     if isinstance(value, tuple):
-        return _rebuilt_tuple(value, [walk(v) for v in value])
+        return rebuilt_tuple(value, [walk(v) for v in value])
     if isinstance(value, list | deque):
         return _replaced(value, {i: new for i, v in enumerate(value) if (new := walk(v)) is not v})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -137,7 +137,8 @@ def _rebuilt_mapping(value: Any, changes: dict[Any, Any], walk: Callable[[Any], 
     return value
 
 
-def _rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the same type with these items; itself where they are its own."""
     if all(map(_is, items, value)):
         return value
     kind: Any = type(value)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hotloop._item_cost import random_state
+from hotloop._random_states import random_state
 from hotloop._tree import leaves
 
 _MOST_OBJECTS = 20_000

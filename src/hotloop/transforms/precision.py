@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from hotloop._facts import LSTM_ROWS, MANY_ROWS, SOME_ROWS, Facts
+from hotloop._given import FLAT
 from hotloop._parts import Autocast, Parts
 from hotloop._plan import Decision
 
@@ -72,10 +73,8 @@ def _automatic(facts: Facts) -> Decision:
             return _decision(facts, "fp32", "the model has complex parameters, which float16 scaling does not allow")
         if facts.closure:
             return _decision(facts, "fp32", "the optimizer evaluates the loss again, which float16 scaling does not allow")
-        if traits.given == "FullyShardedDataParallel":
-            return _decision(
-                facts, "fp32", "under FullyShardedDataParallel a rank would see the overflows of its own shard alone"
-            )
+        if traits.given == FLAT:
+            return _decision(facts, "fp32", f"under {FLAT} a rank would see the overflows of its own shard alone")
         return _decision(
             facts, "fp16", f"{machine.accelerator_name} has float16 kernels; rounds to 11 bits (relative error 5e-4)"
         )
